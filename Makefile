@@ -1,0 +1,55 @@
+# Every target sets up what it needs on a fresh machine. `make train` and `make test` are the two to know.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.stamp
+SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h') setup.py pyproject.toml
+CPP := $(shell find csrc -name '*.cpp' -o -name '*.h')
+
+.PHONY: setup dev build train test lint bench wheel clean
+
+setup: build
+
+$(STAMP)-run: requirements/torch.txt requirements/run.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/torch.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/run.txt
+	touch $@
+
+$(STAMP)-dev: $(STAMP)-run requirements/dev.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/dev.txt
+	touch $@
+
+$(STAMP)-build: $(STAMP)-run $(SOURCES)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable .
+	touch $@
+
+build: $(STAMP)-build
+	@$(BIN)/dpkernels info
+
+dev: $(STAMP)-dev $(STAMP)-build
+
+train: $(STAMP)-build
+	$(BIN)/python -m dpkernels.algorithms.digits
+
+test: dev
+	$(BIN)/python -m pytest
+
+lint: $(STAMP)-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror $(CPP)
+	@mkdir -p build
+	@echo "C++ with warnings as errors"; DPKERNELS_WERROR=1 DPKERNELS_REQUIRE_NATIVE=1 $(BIN)/python setup.py build_ext \
+	  --build-temp build/lint --build-lib build/lint > build/lint.log 2>&1 || (cat build/lint.log; false)
+
+bench: dev
+	$(BIN)/python -m bench
+
+wheel: dev
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-build-isolation --no-deps --wheel-dir dist .
+	@ls dist/*.whl
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info dpkernels/*.so

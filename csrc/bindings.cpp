@@ -1,0 +1,33 @@
+// The module dpkernels._native: loading it registers the CPU kernels with torch's dispatcher. What it holds
+// itself is for `dpkernels info` and for tests: how it was built and which instruction set runs.
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "cpu/isa.h"
+#include "cpu/normals.h"
+
+#define DPK_TEXT_OF(x) #x
+#define DPK_TEXT(x) DPK_TEXT_OF(x)
+
+namespace {
+
+pybind11::array_t<float> normals(int64_t key, int64_t release, uint64_t first_group, int64_t groups) {
+  pybind11::array_t<float> out(groups * dpk::group_elements);
+  const dpk::Stream stream{static_cast<uint64_t>(key), static_cast<uint64_t>(release)};
+  dpk::random_kernels().normals(out.mutable_data(), groups, first_group, stream);
+  return out;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_native, m) {
+  m.doc() = "dpkernels' CPU kernels";
+  m.attr("compiler") = "C++ compiler " __VERSION__;
+  m.attr("torch_target_version") = DPK_TEXT(TORCH_TARGET_VERSION);
+  m.def("available_isas", &dpk::available_isas, "Instruction sets that this build has and this CPU runs.");
+  m.def("active_isa", [] { return dpk::isa_name(dpk::active_isa()); }, "The instruction set in use.");
+  m.def("use_isa", &dpk::use_isa, pybind11::arg("name"), "Switch to another available instruction set.");
+  m.def("normals", &normals, pybind11::arg("key"), pybind11::arg("release"), pybind11::arg("first_group"),
+        pybind11::arg("groups"), "The standard normals of groups of 64 elements of a release.");
+}

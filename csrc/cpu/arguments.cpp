@@ -1,0 +1,91 @@
+#include "arguments.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace dpk {
+
+Tensor with_contiguous_samples(const Tensor& t) {
+  const auto sizes = t.sizes(), strides = t.strides();
+  int64_t expected = 1;
+  for (size_t d = sizes.size() - 1; d > 0; --d) {
+    if (sizes[d] != 1 && strides[d] != expected) return torch::stable::contiguous(t);
+    expected *= sizes[d];
+  }
+  return t;
+}
+
+// torch::stable::new_empty looks its operator up by name; over hundreds of tensors that shows.
+Tensor empty(const int64_t* sizes, int64_t dimensions, ScalarType type) {
+  std::vector<int64_t> strides(static_cast<size_t>(dimensions), 1);
+  for (int64_t d = dimensions - 2; d >= 0; --d) {
+    strides[static_cast<size_t>(d)] = strides[static_cast<size_t>(d + 1)] * std::max<int64_t>(sizes[d + 1], 1);
+  }
+  AtenTensorHandle handle;
+  STABLE_TORCH_ERROR_CODE_CHECK(
+      aoti_torch_empty_strided(dimensions, sizes, strides.data(),
+                               type == ScalarType::Double ? aoti_torch_dtype_float64() : aoti_torch_dtype_float32(),
+                               aoti_torch_device_type_cpu(), 0, &handle));
+  return Tensor(handle);
+}
+
+Sums sum_tensors(Form form, const Tensors& now, const Tensors& before, int groups, const Rule& rule,
+                 const std::optional<Tensor>& stream, const std::optional<Tensor>& std) {
+  const int64_t batch = now[0].size(0);
+  Tensors keep;  // copies stay alive until the sum is done
+  keep.reserve(now.size() + before.size());
+  Tensors out;
+  out.reserve(now.size());
+  SumProblem problem{form, batch, {}, groups, noise_of(stream, std), nullptr, {}};
+  problem.columns.reserve(now.size());
+  std::vector<int64_t> group_length(static_cast<size_t>(groups), 0);
+  bool wide_norms = false;
+  for (size_t i = 0; i < now.size(); ++i) {
+    Tensor& a = keep.emplace_back(with_contiguous_samples(now[i]));
+    const Element element = element_of(a);
+    wide_norms = wide_norms || element == Element::f64;
+    const auto sizes = a.sizes();
+    int64_t length = 1;
+    for (size_t d = 1; d < sizes.size(); ++d) length *= sizes[d];
+    out.push_back(empty(sizes.data() + 1, static_cast<int64_t>(sizes.size()) - 1, wide_type(a)));
+    Column column{static_cast<const char*>(a.const_data_ptr()),
+                  nullptr,
+                  a.stride(0) * element_bytes(element),
+                  0,
+                  out.back().mutable_data_ptr(),
+                  length,
+                  element};
+    if (!before.empty()) {
+      Tensor& b = keep.emplace_back(with_contiguous_samples(before[i]));
+      column.before = static_cast<const char*>(b.const_data_ptr());
+      column.before_stride = b.stride(0) * element_bytes(element);
+    }
+    problem.columns.push_back(column);
+    group_length[groups > 1 ? i : 0] += length;
+  }
+  Tensor norms = empty(&batch, 1, ScalarType::Double);
+  problem.norms = norms.mutable_data_ptr<double>();
+  problem.rule = [&](int group, const double* products, double* coefficient) {
+    rule(group, group_length[static_cast<size_t>(group)], products, coefficient);
+  };
+  blocked_sum(problem);
+  if (!wide_norms) norms = torch::stable::to(norms, ScalarType::Float);
+  return {std::move(out), norms};
+}
+
+Sums clipped_sum(Form form, const Tensors& now, const Tensors& before, const Tensor& max_norms,
+                 std::optional<double> stability, const std::optional<Tensor>& stream,
+                 const std::optional<Tensor>& std) {
+  const double* bound = max_norms.const_data_ptr<double>();
+  const Rule rule = [=](int group, int64_t length, const double* products, double* coefficient) {
+    const double norm = std::sqrt(safe_norm2(products[0], length)), max_norm = bound[group];
+    if (stability) {
+      coefficient[0] = max_norm / (norm + *stability);
+    } else {
+      coefficient[0] = norm > max_norm ? max_norm / norm : 1.0;
+    }
+  };
+  return sum_tensors(form, now, before, static_cast<int>(max_norms.numel()), rule, stream, std);
+}
+
+}  // namespace dpk

@@ -1,0 +1,62 @@
+// From dispatcher arguments to what the kernels take. Shapes and types were checked in Python (dpkernels/ops.py).
+#pragma once
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <optional>
+#include <tuple>
+#include <vector>
+
+#include "blocked_sum.h"
+
+namespace dpk {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using Tensors = std::vector<Tensor>;
+
+inline Element element_of(const Tensor& t) {
+  switch (t.scalar_type()) {
+    case ScalarType::Float:
+      return Element::f32;
+    case ScalarType::Double:
+      return Element::f64;
+    case ScalarType::BFloat16:
+      return Element::bf16;
+    case ScalarType::Half:
+      return Element::f16;
+    default:
+      STD_TORCH_CHECK(false, "dpkernels: tensors must be float32, float64, bfloat16 or float16");
+  }
+}
+
+// Sums and messages are float64 for float64 input and float32 for the rest.
+inline ScalarType wide_type(const Tensor& t) {
+  return t.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+}
+
+inline Noise noise_of(const std::optional<Tensor>& stream, const std::optional<Tensor>& std) {
+  if (!stream || !std) return {};
+  const auto* s = stream->const_data_ptr<int64_t>();
+  return {true, {static_cast<uint64_t>(s[0]), static_cast<uint64_t>(s[1])}, *std->const_data_ptr<double>()};
+}
+
+// The tensor itself where each sample is contiguous (whatever the stride between samples), else a copy.
+Tensor with_contiguous_samples(const Tensor& t);
+
+using Sums = std::tuple<Tensors, Tensor>;
+using Rule = std::function<void(int group, int64_t length, const double* products, double* coefficient)>;
+
+// Runs blocked_sum on tensor lists; `before` is empty unless the form has one. `length` is the number of columns
+// in the group the rule is asked about.
+Sums sum_tensors(Form form, const Tensors& now, const Tensors& before, int groups, const Rule& rule,
+                 const std::optional<Tensor>& stream, const std::optional<Tensor>& std);
+
+// c = max_norm / max(norm, max_norm), or with a stability constant max_norm / (norm + stability); one bound for
+// the row, or one for each tensor.
+Sums clipped_sum(Form form, const Tensors& now, const Tensors& before, const Tensor& max_norms,
+                 std::optional<double> stability, const std::optional<Tensor>& stream,
+                 const std::optional<Tensor>& std);
+
+}  // namespace dpk

@@ -1,0 +1,250 @@
+#include "blocked_sum.h"
+
+#include <algorithm>
+#include <cmath>
+#include <memory>
+#include <new>
+
+#include "parallel.h"
+
+namespace dpk {
+namespace {
+
+constexpr int max_block = 32;
+constexpr int64_t max_slots = 16, samples_per_slot = 64;
+constexpr int64_t long_row_bytes = int64_t{1} << 20;
+constexpr int64_t grain_elements = 1 << 15;
+constexpr int64_t block_bytes = 1 << 16;
+
+struct Tile {
+  int column;
+  int group;
+  int64_t start;  // within its column
+  int64_t length;
+  int64_t first;   // within the whole list
+  int64_t sum_at;  // where its sum stands: like first, but each column starts on a cache line
+};
+
+// Coefficients and norms of a block of rows, and which of them count.
+struct Block {
+  int64_t first = 0;
+  int rows = 0;
+  std::vector<double> products;     // [rows][groups][m]
+  std::vector<double> coefficient;  // [rows][groups][3]
+  std::vector<char> live;           // [rows]
+};
+
+class BlockedSum {
+ public:
+  explicit BlockedSum(const SumProblem& problem) : p_(problem), m_(products_of(problem.form)), kernels_(row_kernels()) {
+    int64_t first = 0;
+    for (size_t c = 0; c < p_.columns.size(); ++c) {
+      const Column& column = p_.columns[c];
+      row_bytes_ += column.length * element_bytes(column.element) * (has_before(p_.form) ? 2 : 1);
+      for (int64_t start = 0; start < column.length; start += tile_elements) {
+        const int64_t length = std::min(tile_elements, column.length - start);
+        tiles_.push_back({static_cast<int>(c), p_.groups > 1 ? static_cast<int>(c) : 0, start, length, first + start,
+                          sum_size_ + start});
+      }
+      first += column.length;
+      sum_size_ += (column.length + 7) / 8 * 8;
+    }
+    width_ = first;
+  }
+
+  void run() {
+    if (width_ == 0) return no_columns();
+    const bool by_samples = row_bytes_ <= long_row_bytes && p_.batch >= 2 * samples_per_slot;
+    slots_ = by_samples ? std::min(max_slots, p_.batch / samples_per_slot) : 1;
+    sum_.reset(static_cast<double*>(
+        ::operator new(static_cast<size_t>(slots_ * sum_size_) * sizeof(double), std::align_val_t{64})));
+    by_samples ? sum_by_samples() : sum_by_columns();
+    write_out();
+  }
+
+ private:
+  const SumProblem& p_;
+  const int m_;
+  const RowKernels& kernels_;
+  std::vector<Tile> tiles_;
+  int64_t width_ = 0, sum_size_ = 0, row_bytes_ = 0, slots_ = 1;
+  struct Free {
+    void operator()(double* p) const { ::operator delete(p, std::align_val_t{64}); }
+  };
+  std::unique_ptr<double, Free> sum_;  // [slots][sum_size]
+
+  int64_t tile_count() const { return static_cast<int64_t>(tiles_.size()); }
+
+  void no_columns() { std::fill_n(p_.norms, p_.batch, 0.0); }
+
+  Block make_block(int64_t capacity) const {
+    Block block;
+    block.products.resize(static_cast<size_t>(capacity * p_.groups * m_));
+    block.coefficient.resize(static_cast<size_t>(capacity * p_.groups * 3));
+    block.live.resize(static_cast<size_t>(capacity));
+    return block;
+  }
+
+  const char* now_at(const Tile& t, int64_t sample) const {
+    const Column& c = p_.columns[static_cast<size_t>(t.column)];
+    return c.now + sample * c.now_stride + t.start * element_bytes(c.element);
+  }
+
+  const char* before_at(const Tile& t, int64_t sample) const {
+    const Column& c = p_.columns[static_cast<size_t>(t.column)];
+    return c.before ? c.before + sample * c.before_stride + t.start * element_bytes(c.element) : nullptr;
+  }
+
+  void gram(const Tile& t, int64_t sample, double* products) const {
+    const int element = static_cast<int>(p_.columns[static_cast<size_t>(t.column)].element);
+    std::fill_n(products, m_, 0.0);
+    kernels_.gram[static_cast<int>(p_.form)][element](now_at(t, sample), before_at(t, sample), t.length, products);
+  }
+
+  void add(Block& block, int row, const Tile& t, const double* products) const {
+    double* to = &block.products[static_cast<size_t>((row * p_.groups + t.group) * m_)];
+    for (int k = 0; k < m_; ++k) to[k] += products[k];
+  }
+
+  // Norms, and coefficients of the rows whose products are all finite.
+  void apply_rule(Block& block) const {
+    for (int r = 0; r < block.rows; ++r) {
+      double norm2 = 0.0;
+      bool finite = true;
+      for (int g = 0; g < p_.groups; ++g) {
+        const double* products = &block.products[static_cast<size_t>((r * p_.groups + g) * m_)];
+        norm2 += products[0];
+        for (int k = 0; k < m_; ++k) finite = finite && std::isfinite(products[k]);
+      }
+      p_.norms[block.first + r] = std::sqrt(norm2);
+      block.live[static_cast<size_t>(r)] = finite;
+      for (int g = 0; finite && g < p_.groups; ++g) {
+        const auto at = static_cast<size_t>(r * p_.groups + g);
+        p_.rule(g, &block.products[at * static_cast<size_t>(m_)], &block.coefficient[at * 3]);
+      }
+    }
+  }
+
+  // Adds the block's rows to the sum over one tile. The next `ahead` samples are fetched meanwhile.
+  void accumulate(const Block& block, const Tile& t, double* sum, int ahead) const {
+    Row rows[max_block];
+    int live = 0;
+    for (int r = 0; r < block.rows; ++r) {
+      if (!block.live[static_cast<size_t>(r)]) continue;
+      const double* c = &block.coefficient[static_cast<size_t>((r * p_.groups + t.group) * 3)];
+      rows[live++] = {now_at(t, block.first + r), before_at(t, block.first + r), {c[0], c[1], c[2]}};
+    }
+    const Column& column = p_.columns[static_cast<size_t>(t.column)];
+    const char* fetch[2 * max_block];
+    int fetches = 0;
+    for (int k = 0; k < ahead; ++k) {
+      fetch[fetches++] = now_at(t, block.first + block.rows + k);
+      if (column.before && column.before_stride) fetch[fetches++] = before_at(t, block.first + block.rows + k);
+    }
+    kernels_.accumulate[static_cast<int>(p_.form)][static_cast<int>(column.element)](sum, t.length, rows, live, fetch,
+                                                                                     fetches);
+  }
+
+  // The block behind `block`, of at most `capacity` samples before `end`.
+  static void follow(const Block& block, int64_t end, int64_t capacity, Block& next) {
+    next.first = block.first + block.rows;
+    next.rows = static_cast<int>(std::min(capacity, end - next.first));
+    std::fill(next.products.begin(), next.products.end(), 0.0);
+  }
+
+  // Samples in a block: a few rows are enough to save most reads and writes of the sum, and more than about four
+  // streams from memory at a time are slower (measured); short rows go in larger blocks.
+  int64_t block_capacity() const {
+    const int64_t few = has_before(p_.form) ? 2 : 3;
+    return std::clamp<int64_t>(block_bytes / row_bytes_, few, max_block);
+  }
+
+  void sum_by_samples() {
+    const int64_t capacity = block_capacity();
+    parallel_for(0, slots_, 1, [&](int64_t begin, int64_t end) {
+      Block block = make_block(capacity), next = make_block(capacity);
+      double partial[max_products];
+      for (int64_t slot = begin; slot < end; ++slot) {
+        double* sum = sum_.get() + slot * sum_size_;
+        std::fill_n(sum, sum_size_, 0.0);
+        const int64_t last = (slot + 1) * p_.batch / slots_;
+        block.first = slot * p_.batch / slots_;
+        block.rows = 0;
+        while (block.first < last) {
+          follow(block, last, capacity, next);
+          for (const Tile& t : tiles_) {
+            accumulate(block, t, sum + t.sum_at, next.rows);
+            for (int r = 0; r < next.rows; ++r) {
+              gram(t, next.first + r, partial);
+              add(next, r, t, partial);
+            }
+          }
+          apply_rule(next);
+          std::swap(block, next);
+        }
+      }
+    });
+  }
+
+  void sum_by_columns() {
+    const int64_t capacity = block_capacity();
+    const int64_t mean_tile = width_ / tile_count() + 1;
+    const int64_t grain = grain_elements / (mean_tile * capacity) + 1;
+    Block block = make_block(capacity), next = make_block(capacity);
+    std::vector<double> partial(static_cast<size_t>(capacity * tile_count() * m_));
+    const auto partial_at = [&](int row, int64_t tile) {
+      return &partial[static_cast<size_t>((row * tile_count() + tile) * m_)];
+    };
+    std::fill_n(sum_.get(), sum_size_, 0.0);
+    while (block.first < p_.batch) {
+      follow(block, p_.batch, capacity, next);
+      parallel_for(0, tile_count(), grain, [&](int64_t begin, int64_t end) {
+        for (int64_t t = begin; t < end; ++t) {
+          const Tile& tile = tiles_[static_cast<size_t>(t)];
+          accumulate(block, tile, sum_.get() + tile.sum_at, next.rows);
+          for (int r = 0; r < next.rows; ++r) gram(tile, next.first + r, partial_at(r, t));
+        }
+      });
+      for (int r = 0; r < next.rows; ++r) {
+        for (int64_t t = 0; t < tile_count(); ++t) add(next, r, tiles_[static_cast<size_t>(t)], partial_at(r, t));
+      }
+      apply_rule(next);
+      std::swap(block, next);
+    }
+  }
+
+  void write_out() const {
+    parallel_for(0, tile_count(), grain_elements / tile_elements, [&](int64_t begin, int64_t end) {
+      NoiseAdder noise(p_.noise);
+      for (int64_t i = begin; i < end; ++i) {
+        const Tile& t = tiles_[static_cast<size_t>(i)];
+        double* sum = sum_.get() + t.sum_at;
+        for (int64_t slot = 1; slot < slots_; ++slot) {
+          const double* other = sum + slot * sum_size_;
+          for (int64_t j = 0; j < t.length; ++j) sum[j] += other[j];
+        }
+        const Column& column = p_.columns[static_cast<size_t>(t.column)];
+        if (column.element == Element::f64) {
+          noise.add(static_cast<double*>(column.out) + t.start, sum, t.length, t.first);
+        } else {
+          noise.add(static_cast<float*>(column.out) + t.start, sum, t.length, t.first);
+        }
+      }
+    });
+  }
+};
+
+}  // namespace
+
+void blocked_sum(const SumProblem& problem) { BlockedSum(problem).run(); }
+
+double relative_margin(int64_t length) {
+  // chain of additions: within a tile, over tiles, over lanes and products; twice over, to be safe
+  return static_cast<double>(tile_elements + length / tile_elements + 64) * 0x1p-52;
+}
+
+double safe_norm2(double norm2, int64_t length) {
+  return norm2 * (1.0 + relative_margin(length)) + static_cast<double>(length) * 0x1p-1022;
+}
+
+}  // namespace dpk

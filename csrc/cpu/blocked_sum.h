@@ -1,0 +1,58 @@
+// The clipped, noised sum over samples: the one loop behind clip_sum, clip_difference_sum,
+// clip_momentum_sum and clamp_sum.
+//
+//   products_i = gram of row i                       from memory
+//   c_i        = rule(products_i)
+//   out        = sum_i value(row_i; c_i) + std * z   from cache; noise as the sum is written
+//
+// Samples go in small blocks, tile of columns by tile: while a tile of one block is summed from cache, the same
+// columns of the next block are fetched from memory, and their inner products are taken while they are there.
+// Two ways to share the work, chosen by shape alone so that the result is too:
+//
+//   by samples   short rows: up to 16 slots of samples, each with its own sum, added in order at the end
+//   by columns   long rows or few samples: threads share the columns of each block
+//
+// Inner products are taken over fixed tiles of columns and added in order; sums go sample after sample.
+// So the bits do not depend on the number of threads.
+//
+// A row whose products are not all finite (a NaN, an Inf, or a float64 row whose norm^2 overflows) is left
+// out by selection. Sums are float64 until the noise has been added, then rounded once.
+#pragma once
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+#include "normals.h"
+#include "rows.h"
+
+namespace dpk {
+
+struct Column {  // one tensor of the list, flattened behind the sample dimension
+  const char* now;
+  const char* before;     // null unless the form has one
+  int64_t now_stride;     // bytes from sample to sample
+  int64_t before_stride;  // 0: the same for every sample
+  void* out;
+  int64_t length;
+  Element element;
+};
+
+struct SumProblem {
+  Form form;
+  int64_t batch;
+  std::vector<Column> columns;
+  int groups;  // 1, or one per column: coefficients are then per group
+  Noise noise;
+  double* norms;  // [batch], before clipping
+  // coefficients of one row in one group from the inner products of that group
+  std::function<void(int group, const double* products, double* coefficient)> rule;
+};
+
+void blocked_sum(const SumProblem& problem);
+
+// norm^2 enlarged by more than its accumulation and underflow error over `length` columns, so that a
+// coefficient made from it keeps the bound in real arithmetic.
+double safe_norm2(double norm2, int64_t length);
+double relative_margin(int64_t length);
+
+}  // namespace dpk

@@ -1,0 +1,58 @@
+#include "normals.h"
+
+#include <algorithm>
+#include <iterator>
+
+#include "isa.h"
+#if DPK_HAVE_X86_VARIANTS
+#include <immintrin.h>
+#endif
+
+#define DPK_KERNEL_FILE "normals_kernel.h"
+#include "foreach_isa.h"
+
+namespace dpk {
+
+const RandomKernels& random_kernels() {
+  static constexpr RandomKernels tables[] = {
+      portable::random::table,
+#if DPK_HAVE_X86_VARIANTS
+      avx2::random::table,
+      avx512::random::table,
+#endif
+  };
+  return tables[static_cast<int>(active_isa())];
+}
+
+NoiseAdder::NoiseAdder(const Noise& noise) : noise_(noise), kernels_(random_kernels()) {
+  std::fill(std::begin(normals_), std::end(normals_), 0.0f);
+}
+
+template <class Out, class X>
+void NoiseAdder::add_in_turns(Out* out, const X* x, int64_t n, int64_t first, double scale,
+                              void (*kernel)(Out*, const X*, const float*, int64_t, double, double)) {
+  for (int64_t i = 0; i < n;) {
+    const int64_t skip = (first + i) % group_elements;  // 0 after the first turn
+    const int64_t length = std::min(n - i, turn - skip);
+    if (noise_.on) {
+      kernels_.normals(normals_, (skip + length + group_elements - 1) / group_elements,
+                       static_cast<uint64_t>((first + i) / group_elements), noise_.stream);
+    }
+    kernel(out + i, x + i, normals_ + skip, length, noise_.std, scale);
+    i += length;
+  }
+}
+
+void NoiseAdder::add(float* out, const float* x, int64_t n, int64_t first, double scale) {
+  add_in_turns(out, x, n, first, scale, kernels_.add_to_float);
+}
+
+void NoiseAdder::add(double* out, const double* x, int64_t n, int64_t first, double scale) {
+  add_in_turns(out, x, n, first, scale, kernels_.add_to_double);
+}
+
+void NoiseAdder::add(float* out, const double* x, int64_t n, int64_t first, double scale) {
+  add_in_turns(out, x, n, first, scale, kernels_.add_to_rounded);
+}
+
+}  // namespace dpk

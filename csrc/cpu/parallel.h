@@ -1,0 +1,7 @@
+// torch's thread pool, behind the stable ABI.
+#pragma once
+#include <torch/csrc/stable/ops.h>
+
+namespace dpk {
+using torch::stable::parallel_for;
+}

@@ -1,0 +1,52 @@
+// The two leaf operations on dense rows that every clipped sum is made of, for a stretch of n columns:
+//
+//   gram:        products[k] += the k-th inner product of the form, of one sample's row
+//   accumulate:  sum[j] += sum over samples of value(row; coefficients)[j]
+//
+// form        products                                     value
+// single      |a|^2                                        c0 a
+// difference  |e|^2,  e = a - b                            c0 e
+// momentum    |a|^2, |b|^2, |e|^2, <e,b>, <a,b>            c0 (a - c1 b) + c2 b,  c1 = 0 or 1
+// clamp       |a|^2                                        min(max(a, -c0), c0)
+//
+// Inputs are float32, float64, bfloat16 or float16, widened in registers; differences are formed there too.
+// Everything accumulates in float64: a product of two float32 is exact, so a norm^2 is right to about
+// (n / vector width) * 2^-53. The sum takes samples one after the other, so it does not depend on how
+// they are blocked. Limit: one read of each row from memory for gram, one from cache for accumulate.
+#pragma once
+#include <cstdint>
+
+namespace dpk {
+
+enum class Form : int { single, difference, momentum, clamp };
+constexpr int form_count = 4;
+constexpr int max_products = 5;
+constexpr int products_of(Form form) { return form == Form::momentum ? max_products : 1; }
+constexpr bool has_before(Form form) { return form == Form::difference || form == Form::momentum; }
+
+enum class Element : int { f32, f64, bf16, f16 };
+constexpr int element_count = 4;
+constexpr int64_t element_bytes(Element e) { return e == Element::f64 ? 8 : e == Element::f32 ? 4 : 2; }
+
+constexpr int64_t tile_elements = 2048;  // columns go to the kernels in tiles of this size
+
+struct Row {
+  const char* now;
+  const char* before;
+  double coefficient[3];
+};
+
+struct RowKernels {
+  using Gram = void (*)(const char* now, const char* before, int64_t n, double* products);
+  // `fetch` points at columns of the rows that are read next: brought into cache while these rows are summed.
+  // These rows themselves are fetched a little ahead as data that nobody needs afterwards, so that on leaving the
+  // inner caches they do not push the sum and the next rows out of the last one.
+  using Accumulate = void (*)(double* sum, int64_t n, const Row* rows, int row_count, const char* const* fetch,
+                              int fetch_count);
+  Gram gram[form_count][element_count];
+  Accumulate accumulate[form_count][element_count];
+};
+
+const RowKernels& row_kernels();
+
+}  // namespace dpk

@@ -1,0 +1,153 @@
+// The vector code behind rows.h.
+namespace dpk::DPK_ISA {
+namespace rows {
+
+#include "simd.h"
+
+struct F32 {
+  static constexpr int64_t bytes = 4;
+  static Doubles widen(const char* p) { return widen_floats(load<HalfFloats>(p)); }
+  static double widen_one(const char* p) { return load<float>(p); }
+};
+
+struct F64 {
+  static constexpr int64_t bytes = 8;
+  static Doubles widen(const char* p) { return load<Doubles>(p); }
+  static double widen_one(const char* p) { return load<double>(p); }
+};
+
+struct BF16 {
+  static constexpr int64_t bytes = 2;
+  static Doubles widen(const char* p) {
+    const HalfWords bits = widen_shorts(load<QuarterShorts>(p)) << 16;
+    return widen_floats((HalfFloats)bits);
+  }
+  static double widen_one(const char* p) {
+    const uint32_t bits = uint32_t{load<uint16_t>(p)} << 16;
+    return load<float>(&bits);
+  }
+};
+
+struct F16 {
+  static constexpr int64_t bytes = 2;
+  // Normal numbers and infinities by moving bits; subnormals as integers times 2^-24.
+  static Doubles widen(const char* p) {
+    const HalfWords half = widen_shorts(load<QuarterShorts>(p));
+    const HalfWords magnitude = half & 0x7FFFu;
+    const HalfInts special = magnitude >= 0x7C00u, subnormal = magnitude < 0x0400u;
+    const HalfWords bits = (magnitude << 13) + (special ? HalfWords{} + (224u << 23) : HalfWords{} + (112u << 23));
+    const HalfFloats small = __builtin_convertvector((HalfInts)magnitude, HalfFloats) * 0x1p-24f;
+    const HalfFloats value = subnormal ? small : (HalfFloats)bits;
+    return widen_floats((HalfFloats)((HalfWords)value | (half & 0x8000u) << 16));
+  }
+  static double widen_one(const char* p) {
+    char vector[double_lanes * 2] = {};
+    __builtin_memcpy(vector, p, 2);
+    return widen(vector)[0];
+  }
+};
+
+// V is Doubles, or double for what is left at the end.
+template <Form form, class V>
+inline void add_products(V a, V b, V* products) {
+  if constexpr (form == Form::difference) {
+    const V e = a - b;
+    products[0] += e * e;
+  } else if constexpr (form == Form::momentum) {
+    const V e = a - b;
+    products[0] += a * a;
+    products[1] += b * b;
+    products[2] += e * e;
+    products[3] += e * b;
+    products[4] += a * b;
+  } else {
+    products[0] += a * a;
+  }
+}
+
+template <Form form, class V>
+inline V value(V a, V b, const double* c) {
+  if constexpr (form == Form::difference) return (a - b) * c[0];
+  if constexpr (form == Form::momentum) return (a - b * c[1]) * c[0] + b * c[2];
+  if constexpr (form == Form::clamp) {
+    const V high = V{} + c[0], low = V{} - c[0];
+    const V capped = a > high ? high : a;
+    return capped < low ? low : capped;
+  }
+  return a * c[0];
+}
+
+template <Form form, class E>
+void gram(const char* now, const char* before, int64_t n, double* products) {
+  constexpr int m = products_of(form);
+  constexpr int unroll = m == 1 ? 8 : 2;
+  Doubles sum[unroll][m] = {};
+  int64_t i = 0;
+  for (; i + unroll * double_lanes <= n; i += unroll * double_lanes) {
+#pragma GCC unroll 8
+    for (int u = 0; u < unroll; ++u) {
+      const int64_t at = (i + u * double_lanes) * E::bytes;
+      const Doubles a = E::widen(now + at);
+      add_products<form>(a, has_before(form) ? E::widen(before + at) : a, sum[u]);
+    }
+  }
+  double rest[m] = {};
+  for (; i < n; ++i) {
+    const double a = E::widen_one(now + i * E::bytes);
+    add_products<form>(a, has_before(form) ? E::widen_one(before + i * E::bytes) : a, rest);
+  }
+  for (int k = 0; k < m; ++k) {
+    Doubles total = {};
+    for (int u = 0; u < unroll; ++u) total += sum[u][k];
+    for (int l = 0; l < double_lanes; ++l) rest[k] += total[l];
+    products[k] += rest[k];
+  }
+}
+
+inline void fetch_to_use(const char* p, int64_t bytes) {
+  for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(p + at);
+}
+
+inline void fetch_to_drop(const char* p, int64_t bytes) {
+  for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(p + at, 0, 0);
+}
+
+template <Form form, class E>
+void accumulate(double* sum, int64_t n, const Row* rows, int row_count, const char* const* fetch, int fetch_count) {
+  constexpr int unroll = 4;
+  constexpr int64_t step = unroll * double_lanes, distance = 512;
+  int64_t i = 0;
+  for (; i + step <= n; i += step) {
+    for (int k = 0; k < fetch_count; ++k) fetch_to_use(fetch[k] + i * E::bytes, step * E::bytes);
+    Doubles total[unroll];
+    for (int u = 0; u < unroll; ++u) total[u] = load<Doubles>(sum + i + u * double_lanes);
+    for (int r = 0; r < row_count; ++r) {
+      fetch_to_drop(rows[r].now + i * E::bytes + distance, step * E::bytes);
+      if (has_before(form)) fetch_to_drop(rows[r].before + i * E::bytes + distance, step * E::bytes);
+#pragma GCC unroll 4
+      for (int u = 0; u < unroll; ++u) {
+        const int64_t at = (i + u * double_lanes) * E::bytes;
+        const Doubles a = E::widen(rows[r].now + at);
+        total[u] += value<form>(a, has_before(form) ? E::widen(rows[r].before + at) : a, rows[r].coefficient);
+      }
+    }
+    for (int u = 0; u < unroll; ++u) store(sum + i + u * double_lanes, total[u]);
+  }
+  for (; i < n; ++i) {
+    for (int r = 0; r < row_count; ++r) {
+      const double a = E::widen_one(rows[r].now + i * E::bytes);
+      sum[i] += value<form>(a, has_before(form) ? E::widen_one(rows[r].before + i * E::bytes) : a, rows[r].coefficient);
+    }
+  }
+}
+
+#define DPK_FORM(kernel, form) {kernel<form, F32>, kernel<form, F64>, kernel<form, BF16>, kernel<form, F16>}
+#define DPK_FORMS(kernel)                                                                                \
+  {DPK_FORM(kernel, Form::single), DPK_FORM(kernel, Form::difference), DPK_FORM(kernel, Form::momentum), \
+   DPK_FORM(kernel, Form::clamp)}
+constexpr RowKernels table = {DPK_FORMS(gram), DPK_FORMS(accumulate)};
+#undef DPK_FORM
+#undef DPK_FORMS
+
+}  // namespace rows
+}  // namespace dpk::DPK_ISA

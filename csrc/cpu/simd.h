@@ -1,0 +1,103 @@
+// The vectors of one instruction set: DPK_LANES floats, or half as many doubles. Compiler vector types do
+// nearly everything; the few intrinsics below are what the compiler does not find by itself. (AVX-512 ones are
+// taken in their zero-masked form: GCC 12 warns about the plain ones.)
+// Included inside the namespace of each instruction set, hence no guard.
+
+constexpr int lanes = DPK_LANES;
+constexpr int double_lanes = DPK_LANES / 2;
+
+typedef float Floats __attribute__((vector_size(DPK_LANES * 4)));
+typedef int32_t Ints __attribute__((vector_size(DPK_LANES * 4)));
+typedef uint32_t Words __attribute__((vector_size(DPK_LANES * 4)));
+typedef uint64_t Longs __attribute__((vector_size(DPK_LANES * 4)));
+typedef double Doubles __attribute__((vector_size(DPK_LANES * 4)));
+typedef float HalfFloats __attribute__((vector_size(DPK_LANES * 2)));
+typedef uint32_t HalfWords __attribute__((vector_size(DPK_LANES * 2)));
+typedef int32_t HalfInts __attribute__((vector_size(DPK_LANES * 2)));
+typedef uint16_t QuarterShorts __attribute__((vector_size(DPK_LANES)));
+
+template <class V>
+inline V load(const void* from) {
+  V v;
+  __builtin_memcpy(&v, from, sizeof(V));
+  return v;
+}
+
+template <class V>
+inline void store(void* to, V v) {
+  __builtin_memcpy(to, &v, sizeof(V));
+}
+
+// 64-bit product of the low halves of each 64-bit lane; what stands in the high halves does not matter.
+inline Longs multiply_low_halves(Longs a, Longs b) {
+#if !DPK_HAVE_X86_VARIANTS
+  return (a & 0xFFFFFFFFull) * (b & 0xFFFFFFFFull);
+#elif DPK_LANES == 16
+  return (Longs)_mm512_maskz_mul_epu32(0xFF, (__m512i)a, (__m512i)b);
+#elif DPK_LANES == 8
+  return (Longs)_mm256_mul_epu32((__m256i)a, (__m256i)b);
+#else
+  return (Longs)_mm_mul_epu32((__m128i)a, (__m128i)b);
+#endif
+}
+
+// Bit l is the sign bit of lane l.
+inline uint32_t sign_bits(Ints mask) {
+#if !DPK_HAVE_X86_VARIANTS
+  uint32_t bits = 0;
+  for (int l = 0; l < lanes; ++l) bits |= static_cast<uint32_t>(mask[l] < 0) << l;
+  return bits;
+#elif DPK_LANES == 16
+  return _mm512_movepi32_mask((__m512i)mask);
+#elif DPK_LANES == 8
+  return static_cast<uint32_t>(_mm256_movemask_ps((__m256)mask));
+#else
+  return static_cast<uint32_t>(_mm_movemask_ps((__m128)mask));
+#endif
+}
+
+inline Floats square_root(Floats x) {
+#if !DPK_HAVE_X86_VARIANTS
+  for (int l = 0; l < lanes; ++l) x[l] = __builtin_sqrtf(x[l]);
+  return x;
+#elif DPK_LANES == 16
+  return (Floats)_mm512_maskz_sqrt_ps(0xFFFF, (__m512)x);
+#elif DPK_LANES == 8
+  return (Floats)_mm256_sqrt_ps((__m256)x);
+#else
+  return (Floats)_mm_sqrt_ps((__m128)x);
+#endif
+}
+
+// float to double, lane by lane.
+inline Doubles widen_floats(HalfFloats x) {
+#if DPK_HAVE_X86_VARIANTS && DPK_LANES == 16
+  return (Doubles)_mm512_maskz_cvtps_pd(0xFF, (__m256)x);
+#elif DPK_HAVE_X86_VARIANTS && DPK_LANES == 8
+  return (Doubles)_mm256_cvtps_pd((__m128)x);
+#else
+  return __builtin_convertvector(x, Doubles);
+#endif
+}
+
+// double to float, lane by lane.
+inline HalfFloats narrow_doubles(Doubles x) {
+#if DPK_HAVE_X86_VARIANTS && DPK_LANES == 16
+  return (HalfFloats)_mm512_maskz_cvtpd_ps(0xFF, (__m512d)x);
+#elif DPK_HAVE_X86_VARIANTS && DPK_LANES == 8
+  return (HalfFloats)_mm256_cvtpd_ps((__m256d)x);
+#else
+  return __builtin_convertvector(x, HalfFloats);
+#endif
+}
+
+// uint16 to uint32, lane by lane.
+inline HalfWords widen_shorts(QuarterShorts x) {
+#if DPK_HAVE_X86_VARIANTS && DPK_LANES == 16
+  return (HalfWords)_mm256_cvtepu16_epi32((__m128i)x);
+#elif DPK_HAVE_X86_VARIANTS && DPK_LANES == 8
+  return (HalfWords)_mm_cvtepu16_epi32(_mm_loadl_epi64((const __m128i*)&x));
+#else
+  return __builtin_convertvector(x, HalfWords);
+#endif
+}
