@@ -1,0 +1,1 @@
+"""Differentially private training algorithms on dpkernels."""

@@ -1,0 +1,40 @@
+"""Fused kernels for differentially private training in PyTorch.
+
+Per-sample tensors in hand, one call clips, sums and noises them::
+
+    import dpkernels as dpk
+
+    noise = dpk.Gaussian(std=1.1 * 1.0)
+    private = dpk.clip_sum(per_sample_gradients, 1.0, noise=noise).sum
+
+The names below are the public API.
+"""
+
+from dpkernels import accounting, clipping
+from dpkernels.dense import (
+    ClippedSum,
+    SparseMessage,
+    add_gaussian_,
+    clamp_sum,
+    clip_difference_sum,
+    clip_momentum_sum,
+    clip_sum,
+    sparsify,
+)
+from dpkernels.noise import Gaussian
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ClippedSum",
+    "Gaussian",
+    "SparseMessage",
+    "accounting",
+    "add_gaussian_",
+    "clamp_sum",
+    "clip_difference_sum",
+    "clip_momentum_sum",
+    "clip_sum",
+    "clipping",
+    "sparsify",
+]

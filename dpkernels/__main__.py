@@ -1,0 +1,7 @@
+"""`python -m dpkernels` is the `dpkernels` command."""
+
+import sys
+
+from dpkernels.cli import main
+
+sys.exit(main())

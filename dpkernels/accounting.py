@@ -1,0 +1,76 @@
+"""Privacy accounting, thin over Google's dp-accounting: events in, epsilon out."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+
+from dp_accounting import dp_event, privacy_accountant
+from dp_accounting.pld import PLDAccountant
+
+from dpkernels import checks
+
+
+def poisson_gaussian(noise_multiplier: float, sampling_rate: float, steps: int = 1) -> dp_event.DpEvent:
+    """`steps` releases, each a Gaussian mechanism on a Poisson sample.
+
+    `noise_multiplier` is the noise's std over the sum's add-remove sensitivity; each record is in a step's
+    sample independently with probability `sampling_rate`.
+    """
+    checks.number("noise_multiplier", noise_multiplier, low=0)
+    checks.number("sampling_rate", sampling_rate, low=0, high=1)
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
+        raise ValueError(f"steps: got {steps!r}, must be a whole number >= 0")
+    gaussian: dp_event.DpEvent = dp_event.GaussianDpEvent(noise_multiplier)
+    if sampling_rate < 1:
+        gaussian = dp_event.PoissonSampledDpEvent(sampling_rate, gaussian)
+    return dp_event.SelfComposedDpEvent(gaussian, steps)
+
+
+def epsilon(event: dp_event.DpEvent, delta: float) -> float:
+    """The epsilon of (epsilon, delta)-DP for `event`, under add-remove adjacency, by privacy loss distributions.
+
+    An upper bound that is tight to the accountant's discretisation. An event the accountant does not know
+    raises.
+    """
+    if checks.number("delta", delta, low=0, high=1) in (0.0, 1.0):
+        raise ValueError(f"delta: got {delta!r}, must be strictly between 0 and 1")
+    accountant = PLDAccountant(privacy_accountant.NeighboringRelation.ADD_OR_REMOVE_ONE)
+    return float(accountant.compose(event).get_epsilon(delta))
+
+
+@dataclass
+class Ledger:
+    """What was released, written by `Gaussian` before each release; epsilon is read from here.
+
+    Claims that each record is in each step's batch independently with probability `sampling_rate` (the
+    default, 1, claims no amplification) and counts under add-remove adjacency. The claim is the caller's:
+    nothing here has seen the sampling.
+    """
+
+    sampling_rate: float = 1.0
+    reproducible: bool = field(default=False, init=False)
+    _releases: Counter[float] = field(default_factory=Counter, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        checks.number("sampling_rate", self.sampling_rate, low=0, high=1)
+
+    def record(self, *, std: float, sensitivity: float, reproducible: bool) -> None:
+        """Enter one release. `reproducible` noise is private only from those who do not know its seed."""
+        checks.number("std", std, low=0)
+        checks.number("sensitivity", sensitivity, low=0, finite=False)
+        # at sensitivity 0 nothing about any record is in the release
+        self._releases[std / sensitivity if sensitivity > 0 else math.inf] += 1
+        self.reproducible |= reproducible
+
+    def __len__(self) -> int:
+        return self._releases.total()
+
+    def epsilon(self, delta: float) -> float:
+        """The epsilon of everything released so far."""
+        counted = {z: count for z, count in self._releases.items() if not math.isinf(z)}
+        if 0.0 in counted:
+            return math.inf
+        events = [poisson_gaussian(z, self.sampling_rate, count) for z, count in counted.items()]
+        return epsilon(dp_event.ComposedDpEvent(events), delta) if events else 0.0

@@ -1,0 +1,207 @@
+"""Every op in plain torch: the truth for tests, and what runs where there is no kernel.
+
+Functions have the ops' own signatures (see `ops.SCHEMAS`): tensor lists, bounds and noise as tensors. All
+arithmetic is float64. Written to be read; a kernel may order its sums differently and so differ in rounding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+GROUP = 64  # consecutive elements that share sixteen Philox blocks
+NOISE, RADIUS_TAIL, MASK = 1, 2, 3  # purposes, in the top byte of counter word 1
+TAIL_THRESHOLD = 1 << 20
+_LOW = 0xFFFFFFFF
+
+
+def clip_sum(
+    vectors: Sequence[Tensor], max_norms: Tensor, stability: float | None, stream: Tensor | None, std: Tensor | None
+) -> tuple[list[Tensor], Tensor]:
+    """sum_i c_i v_i + noise; c_i = min(1, C/n_i), or C/(n_i + stability), n_i the norm of row i."""
+    return _clip_rows(vectors, [_flat(v) for v in vectors], max_norms, stability, stream, std)
+
+
+def clip_difference_sum(
+    now: Sequence[Tensor],
+    before: Sequence[Tensor],
+    max_norms: Tensor,
+    stability: float | None,
+    stream: Tensor | None,
+    std: Tensor | None,
+) -> tuple[list[Tensor], Tensor]:
+    """clip_sum of now - before."""
+    rows = [_flat(a) - _flat(b) for a, b in zip(now, before, strict=True)]
+    return _clip_rows(now, rows, max_norms, stability, stream, std)
+
+
+def clip_momentum_sum(
+    now: Sequence[Tensor], before: Sequence[Tensor], bounds: Tensor, stream: Tensor | None, std: Tensor | None
+) -> tuple[list[Tensor], Tensor]:
+    """sum_i [g clip_1(a_i) + (1-g) clip_3(clip_1(a_i) - clip_1(b_i))] + noise; bounds = (C1, C3, g)."""
+    gradient_norm, difference_norm, momentum = bounds.to(now[0].device)
+    a, b = [_flat(t) for t in now], [_flat(t) for t in before]
+    keep = _finite(a) & _finite(b)
+    norms = _norms(now, a, keep)
+    a, b = _select(a, keep), _select(b, keep)
+    width = sum(t.shape[1] for t in a)
+    ca = _shrink(_safe_norm(_squares(a).sum(1), width), gradient_norm)
+    cb = _shrink(_safe_norm(_squares(b).sum(1), width), gradient_norm)
+    difference = [ca[:, None] * x - cb[:, None] * y for x, y in zip(a, b, strict=True)]
+    c3 = _shrink(_safe_norm(_squares(difference).sum(1), width), difference_norm)
+    rows = [
+        (momentum * ca)[:, None] * x + ((1 - momentum) * c3)[:, None] * d for x, d in zip(a, difference, strict=True)
+    ]
+    return _release(now, rows, stream, std), norms
+
+
+def clamp_sum(
+    vectors: Sequence[Tensor], bound: Tensor, stream: Tensor | None, std: Tensor | None
+) -> tuple[list[Tensor], Tensor]:
+    """sum_i min(max(v_i, -bound), bound) + noise, coordinate by coordinate."""
+    rows = [_flat(v) for v in vectors]
+    keep = _finite(rows)
+    limit = bound.to(vectors[0].device)
+    clamped = [row.clamp(-limit, limit) for row in _select(rows, keep)]
+    return _release(vectors, clamped, stream, std), _norms(vectors, rows, keep)
+
+
+def add_gaussian_(tensors: Sequence[Tensor], stream: Tensor, std: Tensor) -> None:
+    """x += std * z; elements are counted over the whole list."""
+    for x, noised in zip(tensors, _add_noise([t.double() for t in tensors], stream, std), strict=True):
+        x.copy_(noised)
+
+
+def sparsify(
+    vector: Tensor, keep_probability: float, seed: Tensor, stream: Tensor | None, std: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """indices = {j : word_j(seed) < p 2^32}; values = (vector[indices] + std * z) / p, z counted by place."""
+    key = torch.stack([seed.reshape(()), torch.zeros_like(seed.reshape(()))])
+    block = _blocks(0, -(-vector.numel() // GROUP), vector.device)
+    words = torch.stack(philox(key, MASK, block), dim=1).flatten()
+    kept = words[: vector.numel()] < int(keep_probability * 2**32)
+    indices = kept.nonzero().squeeze(1)
+    values = _add_noise([vector.double()[indices]], stream, std)[0]
+    return (values / keep_probability).to(wide_type(vector.dtype)), indices
+
+
+def wide_type(dtype: torch.dtype) -> torch.dtype:
+    """Sums and messages are float64 for float64 input, float32 for the rest."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def norms_type(tensors: Sequence[Tensor]) -> torch.dtype:
+    """Norms are as wide as the widest sum."""
+    return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
+
+
+def normals(stream: Tensor, groups: int, device: torch.device, first_group: int = 0) -> Tensor:
+    """The standard normals of groups of 64 elements of a release, float32, as csrc/common/normal.h defines them."""
+    block = _blocks(first_group, groups, device)
+    words, extra = philox(stream, NOISE, block), philox(stream, RADIUS_TAIL, block)
+    parts = []
+    for pair in range(2):
+        radius_word, angle_word = words[2 * pair].double(), words[2 * pair + 1].double()
+        continued = (radius_word + (extra[pair].double() + 0.5) * 2.0**-32) * 2.0**-32
+        plain = ((words[2 * pair] >> 1).double() + 0.5) * 2.0**-31
+        uniform = torch.where(radius_word < TAIL_THRESHOLD, continued, plain)
+        radius = (-2 * uniform.log()).sqrt()
+        angle = angle_word * (2 * math.pi * 2.0**-32)
+        parts += [radius * angle.cos(), radius * angle.sin()]
+    return torch.stack(parts, dim=1).flatten().float()
+
+
+def philox(stream: Tensor, purpose: int, block: Tensor) -> list[Tensor]:
+    """The four words of Philox4x32-10 for each block: key from the stream, counter (block, purpose, release)."""
+    key, release = stream.to(block.device)
+    x0, x1 = block & _LOW, (block >> 32) | (purpose << 24)
+    x2, x3 = (release & _LOW).expand_as(block), ((release >> 32) & _LOW).expand_as(block)
+    k0, k1 = key & _LOW, (key >> 32) & _LOW
+    for _ in range(10):
+        p0, p1 = x0 * 0xD2511F53, x2 * 0xCD9E8D57  # wrap around: the low 64 bits are right
+        x0, x1, x2, x3 = ((p1 >> 32) & _LOW) ^ x1 ^ k0, p1 & _LOW, ((p0 >> 32) & _LOW) ^ x3 ^ k1, p0 & _LOW
+        k0, k1 = (k0 + 0x9E3779B9) & _LOW, (k1 + 0xBB67AE85) & _LOW
+    return [x0, x1, x2, x3]
+
+
+def _blocks(first_group: int, groups: int, device: torch.device) -> Tensor:
+    """The blocks of consecutive groups, [groups, 16]; word w of them serves elements 16 w .. 16 w + 16."""
+    first = first_group * 16
+    return torch.arange(first, first + groups * 16, dtype=torch.int64, device=device).view(groups, 16)
+
+
+def _clip_rows(
+    like: Sequence[Tensor],
+    rows: list[Tensor],
+    max_norms: Tensor,
+    stability: float | None,
+    stream: Tensor | None,
+    std: Tensor | None,
+) -> tuple[list[Tensor], Tensor]:
+    keep = _finite(rows)
+    norms = _norms(like, rows, keep)
+    rows = _select(rows, keep)
+    bounds = max_norms.to(keep.device)
+    squares = _squares(rows)  # [B, tensors]
+    widths = [row.shape[1] for row in rows]
+    if len(bounds) == 1:
+        squares, widths = squares.sum(1, keepdim=True), [sum(widths)]
+    norm = torch.stack([_safe_norm(n2, width) for n2, width in zip(squares.T, widths, strict=True)], dim=1)
+    coefficient = _shrink(norm, bounds) if stability is None else bounds / (norm + stability)
+    coefficient = coefficient.expand(-1, len(rows))
+    clipped = [coefficient[:, i, None] * row for i, row in enumerate(rows)]
+    return _release(like, clipped, stream, std), norms
+
+
+def _flat(t: Tensor) -> Tensor:
+    return t.double().reshape(t.shape[0], math.prod(t.shape[1:]))
+
+
+def _squares(rows: list[Tensor]) -> Tensor:
+    return torch.stack([(row * row).sum(1) for row in rows], dim=1)
+
+
+def _select(rows: list[Tensor], keep: Tensor) -> list[Tensor]:
+    """Rows that are not kept become zero, by selection: 0 * Inf would be NaN."""
+    return [torch.where(keep[:, None], row, 0.0) for row in rows]
+
+
+def _shrink(norm: Tensor, bound: Tensor) -> Tensor:
+    clipped = norm > bound
+    return torch.where(clipped, bound / torch.where(clipped, norm, 1.0), 1.0)  # no gradient of inf / norm
+
+
+def _safe_norm(square: Tensor, width: int) -> Tensor:
+    """The norm, rounded up by more than the error of its sum of squares and of underflow in it."""
+    margin = (4096 + width // 4096 + 64) * 2.0**-52
+    return (square * (1 + margin) + max(width, 1) * 2.0**-1022).sqrt()
+
+
+def _finite(rows: list[Tensor]) -> Tensor:
+    """Which rows have a finite norm^2, [B]."""
+    return _squares([row.detach() for row in rows]).isfinite().all(1)
+
+
+def _norms(like: Sequence[Tensor], rows: list[Tensor], keep: Tensor) -> Tensor:
+    """The norms as reported. Rows of norm 0 and rows that are not finite have no gradient."""
+    raw = _squares([row.detach() for row in rows]).sum(1).sqrt()
+    smooth = keep & (raw > 0)
+    squares = _squares(_select(rows, smooth)).sum(1)
+    return torch.where(smooth, torch.where(smooth, squares, 1.0).sqrt(), raw).to(norms_type(like))
+
+
+def _release(like: Sequence[Tensor], rows: list[Tensor], stream: Tensor | None, std: Tensor | None) -> list[Tensor]:
+    sums = [row.sum(0).reshape(t.shape[1:]) for t, row in zip(like, rows, strict=True)]
+    return [s.to(wide_type(t.dtype)) for t, s in zip(like, _add_noise(sums, stream, std), strict=True)]
+
+
+def _add_noise(sums: list[Tensor], stream: Tensor | None, std: Tensor | None) -> list[Tensor]:
+    if stream is None or std is None:
+        return sums
+    sizes = [s.numel() for s in sums]
+    count = sum(sizes)
+    z = normals(stream, -(-count // GROUP), sums[0].device)[:count].double() * std.to(sums[0].device)
+    return [s + part.reshape(s.shape) for s, part in zip(sums, z.split(sizes), strict=True)]
