@@ -1,0 +1,28 @@
+import pytest
+import torch
+
+from dpkernels import ops
+
+ISAS = ops.native.available_isas() if ops.native is not None else []
+
+
+@pytest.fixture(autouse=True)
+def poisoned_empty():
+    """torch.empty, also inside the kernels, comes filled with NaN: an element that is not written shows."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True)
+def two_threads():
+    torch.set_num_threads(2)
+
+
+@pytest.fixture(params=ISAS)
+def isa(request):
+    """Each instruction set that this CPU has, in turn."""
+    before = ops.native.active_isa()
+    ops.native.use_isa(request.param)
+    yield request.param
+    ops.native.use_isa(before)

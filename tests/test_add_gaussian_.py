@@ -1,0 +1,52 @@
+import pytest
+import torch
+
+import dpkernels as dpk
+from dpkernels import reference
+from tests import cases
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_equals_reference(dtype, isa):
+    stream, std = cases.noise(std=2.5)
+    shapes = [(3, 5), (1,), (0,), (70, 70), (10_000,)]
+    got, true = cases.vectors(shapes, dtype), cases.vectors(shapes, dtype)
+    torch.ops.dpkernels.add_gaussian_(got, stream, std)
+    reference.add_gaussian_(true, stream, std)
+    for a, b in zip(got, true, strict=True):
+        assert a.dtype == dtype
+        rounding = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}.get(dtype, 0)
+        torch.testing.assert_close(a, b, rtol=rounding, atol=3e-5)
+
+
+def test_elements_are_counted_over_the_list(isa):
+    whole = torch.zeros(10_000)
+    parts = [torch.zeros(1), torch.zeros(62), torch.zeros(7, 100), torch.zeros(9_237)]
+    dpk.add_gaussian_(whole, dpk.Gaussian(1.0, seed=2))
+    dpk.add_gaussian_(parts, dpk.Gaussian(1.0, seed=2))
+    torch.testing.assert_close(torch.cat([p.flatten() for p in parts]), whole, rtol=0, atol=0)
+
+
+def test_in_place_also_on_views_and_returned():
+    base = torch.zeros(6, 8)
+    view = base.T[::2]
+    assert dpk.add_gaussian_(view, dpk.Gaussian(1.0)) is view
+    assert base[:, ::2].ne(0).all()
+    assert base[:, 1::2].eq(0).all()
+
+
+def test_threads_do_not_change_a_bit(isa):
+    cases.thread_invariant(lambda: [dpk.add_gaussian_(torch.zeros(300_000), dpk.Gaussian(1.0, seed=3))])
+
+
+def test_to_autograd_it_is_the_identity():
+    x = torch.ones(5, requires_grad=True)
+    y = x * 2
+    dpk.add_gaussian_(y, dpk.Gaussian(1.0))
+    y.sum().backward()
+    assert x.grad.eq(2).all()
+
+
+def test_std_0_changes_nothing():
+    x = cases.vectors([(500,)])[0]
+    torch.testing.assert_close(dpk.add_gaussian_(x.clone(), dpk.Gaussian(0.0)), x, rtol=0, atol=0)
