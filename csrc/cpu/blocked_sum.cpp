@@ -2,8 +2,8 @@
 
 #include <algorithm>
 #include <cmath>
-#include <memory>
 #include <new>
+#include <utility>
 
 #include "parallel.h"
 
@@ -23,6 +23,41 @@ struct Tile {
   int64_t length;
   int64_t first;   // within the whole list
   int64_t sum_at;  // where its sum stands: like first, but each column starts on a cache line
+};
+
+// Memory for the sums. Fresh pages cost as much as a good part of the work, so a thread keeps up to 32 MiB of them
+// for its next call.
+class Scratch {
+ public:
+  explicit Scratch(int64_t doubles) {
+    const size_t bytes = static_cast<size_t>(doubles) * sizeof(double);
+    if (kept().bytes >= bytes) std::swap(mine_, kept());
+    if (mine_.bytes < bytes) mine_ = {static_cast<double*>(::operator new(bytes, std::align_val_t{64})), bytes};
+  }
+  ~Scratch() {
+    if (mine_.bytes <= (size_t{32} << 20) && mine_.bytes > kept().bytes) std::swap(mine_, kept());
+  }
+  double* data() const { return mine_.data; }
+
+ private:
+  struct Memory {
+    double* data = nullptr;
+    size_t bytes = 0;
+    Memory() = default;
+    Memory(double* d, size_t b) : data(d), bytes(b) {}
+    Memory(Memory&& other) noexcept : data(std::exchange(other.data, nullptr)), bytes(std::exchange(other.bytes, 0)) {}
+    Memory& operator=(Memory&& other) noexcept {
+      std::swap(data, other.data);
+      std::swap(bytes, other.bytes);
+      return *this;
+    }
+    ~Memory() { ::operator delete(data, std::align_val_t{64}); }
+  };
+  static Memory& kept() {
+    static thread_local Memory memory;
+    return memory;
+  }
+  Memory mine_;
 };
 
 // Coefficients and norms of a block of rows, and which of them count.
@@ -56,8 +91,8 @@ class BlockedSum {
     if (width_ == 0) return no_columns();
     const bool by_samples = row_bytes_ <= long_row_bytes && p_.batch >= 2 * samples_per_slot;
     slots_ = by_samples ? std::min(max_slots, p_.batch / samples_per_slot) : 1;
-    sum_.reset(static_cast<double*>(
-        ::operator new(static_cast<size_t>(slots_ * sum_size_) * sizeof(double), std::align_val_t{64})));
+    const Scratch scratch(slots_ * sum_size_);
+    sum_ = scratch.data();
     by_samples ? sum_by_samples() : sum_by_columns();
     write_out();
   }
@@ -68,10 +103,7 @@ class BlockedSum {
   const RowKernels& kernels_;
   std::vector<Tile> tiles_;
   int64_t width_ = 0, sum_size_ = 0, row_bytes_ = 0, slots_ = 1;
-  struct Free {
-    void operator()(double* p) const { ::operator delete(p, std::align_val_t{64}); }
-  };
-  std::unique_ptr<double, Free> sum_;  // [slots][sum_size]
+  double* sum_ = nullptr;  // [slots][sum_size]
 
   int64_t tile_count() const { return static_cast<int64_t>(tiles_.size()); }
 
@@ -165,7 +197,7 @@ class BlockedSum {
       Block block = make_block(capacity), next = make_block(capacity);
       double partial[max_products];
       for (int64_t slot = begin; slot < end; ++slot) {
-        double* sum = sum_.get() + slot * sum_size_;
+        double* sum = sum_ + slot * sum_size_;
         std::fill_n(sum, sum_size_, 0.0);
         const int64_t last = (slot + 1) * p_.batch / slots_;
         block.first = slot * p_.batch / slots_;
@@ -195,13 +227,13 @@ class BlockedSum {
     const auto partial_at = [&](int row, int64_t tile) {
       return &partial[static_cast<size_t>((row * tile_count() + tile) * m_)];
     };
-    std::fill_n(sum_.get(), sum_size_, 0.0);
+    std::fill_n(sum_, sum_size_, 0.0);
     while (block.first < p_.batch) {
       follow(block, p_.batch, capacity, next);
       parallel_for(0, tile_count(), grain, [&](int64_t begin, int64_t end) {
         for (int64_t t = begin; t < end; ++t) {
           const Tile& tile = tiles_[static_cast<size_t>(t)];
-          accumulate(block, tile, sum_.get() + tile.sum_at, next.rows);
+          accumulate(block, tile, sum_ + tile.sum_at, next.rows);
           for (int r = 0; r < next.rows; ++r) gram(tile, next.first + r, partial_at(r, t));
         }
       });
@@ -218,7 +250,7 @@ class BlockedSum {
       NoiseAdder noise(p_.noise);
       for (int64_t i = begin; i < end; ++i) {
         const Tile& t = tiles_[static_cast<size_t>(i)];
-        double* sum = sum_.get() + t.sum_at;
+        double* sum = sum_ + t.sum_at;
         for (int64_t slot = 1; slot < slots_; ++slot) {
           const double* other = sum + slot * sum_size_;
           for (int64_t j = 0; j < t.length; ++j) sum[j] += other[j];

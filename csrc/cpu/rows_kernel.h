@@ -82,15 +82,16 @@ void gram(const char* now, const char* before, int64_t n, double* products) {
   constexpr int m = products_of(form);
   constexpr int unroll = m == 1 ? 8 : 2;
   Doubles sum[unroll][m] = {};
+  const auto take = [&](int64_t i, Doubles* to) {
+    const Doubles a = E::widen(now + i * E::bytes);
+    add_products<form>(a, has_before(form) ? E::widen(before + i * E::bytes) : a, to);
+  };
   int64_t i = 0;
   for (; i + unroll * double_lanes <= n; i += unroll * double_lanes) {
 #pragma GCC unroll 8
-    for (int u = 0; u < unroll; ++u) {
-      const int64_t at = (i + u * double_lanes) * E::bytes;
-      const Doubles a = E::widen(now + at);
-      add_products<form>(a, has_before(form) ? E::widen(before + at) : a, sum[u]);
-    }
+    for (int u = 0; u < unroll; ++u) take(i + u * double_lanes, sum[u]);
   }
+  for (; i + double_lanes <= n; i += double_lanes) take(i, sum[0]);
   double rest[m] = {};
   for (; i < n; ++i) {
     const double a = E::widen_one(now + i * E::bytes);
@@ -113,6 +114,12 @@ inline void fetch_to_drop(const char* p, int64_t bytes) {
 }
 
 template <Form form, class E>
+inline Doubles row_value(const Row& row, int64_t i) {
+  const Doubles a = E::widen(row.now + i * E::bytes);
+  return value<form>(a, has_before(form) ? E::widen(row.before + i * E::bytes) : a, row.coefficient);
+}
+
+template <Form form, class E>
 void accumulate(double* sum, int64_t n, const Row* rows, int row_count, const char* const* fetch, int fetch_count) {
   constexpr int unroll = 4;
   constexpr int64_t step = unroll * double_lanes, distance = 512;
@@ -125,13 +132,14 @@ void accumulate(double* sum, int64_t n, const Row* rows, int row_count, const ch
       fetch_to_drop(rows[r].now + i * E::bytes + distance, step * E::bytes);
       if (has_before(form)) fetch_to_drop(rows[r].before + i * E::bytes + distance, step * E::bytes);
 #pragma GCC unroll 4
-      for (int u = 0; u < unroll; ++u) {
-        const int64_t at = (i + u * double_lanes) * E::bytes;
-        const Doubles a = E::widen(rows[r].now + at);
-        total[u] += value<form>(a, has_before(form) ? E::widen(rows[r].before + at) : a, rows[r].coefficient);
-      }
+      for (int u = 0; u < unroll; ++u) total[u] += row_value<form, E>(rows[r], i + u * double_lanes);
     }
     for (int u = 0; u < unroll; ++u) store(sum + i + u * double_lanes, total[u]);
+  }
+  for (; i + double_lanes <= n; i += double_lanes) {
+    Doubles total = load<Doubles>(sum + i);
+    for (int r = 0; r < row_count; ++r) total += row_value<form, E>(rows[r], i);
+    store(sum + i, total);
   }
   for (; i < n; ++i) {
     for (int r = 0; r < row_count; ++r) {
