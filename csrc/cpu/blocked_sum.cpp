@@ -228,13 +228,19 @@ class BlockedSum {
       return &partial[static_cast<size_t>((row * tile_count() + tile) * m_)];
     };
     std::fill_n(sum_, sum_size_, 0.0);
+    // Of two inputs, a block of long rows and the next one do not fit the last-level cache together: there the next
+    // is read only after this one is summed.
+    const bool together = !has_before(p_.form);
     while (block.first < p_.batch) {
       follow(block, p_.batch, capacity, next);
       parallel_for(0, tile_count(), grain, [&](int64_t begin, int64_t end) {
         for (int64_t t = begin; t < end; ++t) {
           const Tile& tile = tiles_[static_cast<size_t>(t)];
-          accumulate(block, tile, sum_ + tile.sum_at, next.rows);
-          for (int r = 0; r < next.rows; ++r) gram(tile, next.first + r, partial_at(r, t));
+          accumulate(block, tile, sum_ + tile.sum_at, together ? next.rows : 0);
+          for (int r = 0; together && r < next.rows; ++r) gram(tile, next.first + r, partial_at(r, t));
+        }
+        for (int r = 0; !together && r < next.rows; ++r) {
+          for (int64_t t = begin; t < end; ++t) gram(tiles_[static_cast<size_t>(t)], next.first + r, partial_at(r, t));
         }
       });
       for (int r = 0; r < next.rows; ++r) {

@@ -66,15 +66,19 @@ inline void add_products(V a, V b, V* products) {
 }
 
 template <Form form, class V>
-inline V value(V a, V b, const double* c) {
-  if constexpr (form == Form::difference) return (a - b) * c[0];
-  if constexpr (form == Form::momentum) return (a - b * c[1]) * c[0] + b * c[2];
-  if constexpr (form == Form::clamp) {
+inline void add_value(V& total, V a, V b, const double* c) {
+  if constexpr (form == Form::difference) {
+    total += (a - b) * c[0];
+  } else if constexpr (form == Form::momentum) {
+    total += (a - b * c[1]) * c[0];
+    total += b * c[2];
+  } else if constexpr (form == Form::clamp) {
     const V high = V{} + c[0], low = V{} - c[0];
     const V capped = a > high ? high : a;
-    return capped < low ? low : capped;
+    total += capped < low ? low : capped;
+  } else {
+    total += a * c[0];
   }
-  return a * c[0];
 }
 
 template <Form form, class E>
@@ -114,9 +118,9 @@ inline void fetch_to_drop(const char* p, int64_t bytes) {
 }
 
 template <Form form, class E>
-inline Doubles row_value(const Row& row, int64_t i) {
+inline void add_row(Doubles& total, const Row& row, int64_t i) {
   const Doubles a = E::widen(row.now + i * E::bytes);
-  return value<form>(a, has_before(form) ? E::widen(row.before + i * E::bytes) : a, row.coefficient);
+  add_value<form>(total, a, has_before(form) ? E::widen(row.before + i * E::bytes) : a, row.coefficient);
 }
 
 template <Form form, class E>
@@ -132,19 +136,20 @@ void accumulate(double* sum, int64_t n, const Row* rows, int row_count, const ch
       fetch_to_drop(rows[r].now + i * E::bytes + distance, step * E::bytes);
       if (has_before(form)) fetch_to_drop(rows[r].before + i * E::bytes + distance, step * E::bytes);
 #pragma GCC unroll 4
-      for (int u = 0; u < unroll; ++u) total[u] += row_value<form, E>(rows[r], i + u * double_lanes);
+      for (int u = 0; u < unroll; ++u) add_row<form, E>(total[u], rows[r], i + u * double_lanes);
     }
     for (int u = 0; u < unroll; ++u) store(sum + i + u * double_lanes, total[u]);
   }
   for (; i + double_lanes <= n; i += double_lanes) {
     Doubles total = load<Doubles>(sum + i);
-    for (int r = 0; r < row_count; ++r) total += row_value<form, E>(rows[r], i);
+    for (int r = 0; r < row_count; ++r) add_row<form, E>(total, rows[r], i);
     store(sum + i, total);
   }
   for (; i < n; ++i) {
     for (int r = 0; r < row_count; ++r) {
       const double a = E::widen_one(rows[r].now + i * E::bytes);
-      sum[i] += value<form>(a, has_before(form) ? E::widen_one(rows[r].before + i * E::bytes) : a, rows[r].coefficient);
+      add_value<form>(sum[i], a, has_before(form) ? E::widen_one(rows[r].before + i * E::bytes) : a,
+                      rows[r].coefficient);
     }
   }
 }
