@@ -10,14 +10,14 @@ CPP := $(shell find csrc -name '*.cpp' -o -name '*.h')
 
 setup: build
 
-$(STAMP)-run: requirements/torch.txt requirements/run.txt
+$(STAMP)-run: requirements/torch.txt requirements/run.txt requirements/constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/torch.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/run.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/torch.txt -c requirements/constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/run.txt -c requirements/constraints.txt
 	touch $@
 
 $(STAMP)-dev: $(STAMP)-run requirements/dev.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/dev.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/dev.txt -c requirements/constraints.txt
 	touch $@
 
 $(STAMP)-build: $(STAMP)-run $(SOURCES)

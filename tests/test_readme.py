@@ -1,0 +1,27 @@
+"""What the README shows works when pasted."""
+
+import re
+from pathlib import Path
+
+import torch
+
+README = Path(__file__).parent.parent / "README.md"
+
+
+def test_code_blocks_run_in_order(capsys):
+    blocks = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)
+    assert len(blocks) >= 3
+    names: dict = {}
+    for block in blocks:
+        exec(block, names)
+    assert [p.shape for p in names["private"]] == [(64, 784), (64,)]
+    assert 0 < float(capsys.readouterr().out) < 10
+
+
+def test_the_example_equals_the_lines_below_it_but_for_noise():
+    first, second = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)[:2]
+    names: dict = {}
+    exec(first.replace("std=1.1", "std=0.0"), names)
+    ours = names["private"]
+    exec(second.replace("1.1 *", "0.0 *"), names)
+    torch.testing.assert_close(ours, names["private"], rtol=1e-5, atol=1e-6)
