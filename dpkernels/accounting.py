@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+import threading
 from dataclasses import dataclass, field
 
+import torch
 from dp_accounting import dp_event, privacy_accountant
 from dp_accounting.pld import PLDAccountant
+from torch import Tensor
 
 from dpkernels import checks
 
@@ -51,7 +53,9 @@ class Ledger:
 
     sampling_rate: float = 1.0
     reproducible: bool = field(default=False, init=False)
-    _releases: Counter[float] = field(default_factory=Counter, init=False, repr=False)
+    # noise multiplier: number of releases, a tensor so that a compiled step does not depend on its value
+    _releases: dict[float, Tensor] = field(default_factory=dict, init=False, repr=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         checks.number("sampling_rate", self.sampling_rate, low=0, high=1)
@@ -61,15 +65,25 @@ class Ledger:
         checks.number("std", std, low=0)
         checks.number("sensitivity", sensitivity, low=0, finite=False)
         # at sensitivity 0 nothing about any record is in the release
-        self._releases[std / sensitivity if sensitivity > 0 else math.inf] += 1
-        self.reproducible |= reproducible
+        multiplier = std / sensitivity if sensitivity > 0 else math.inf
+        if torch.compiler.is_compiling():
+            self._enter(multiplier, reproducible)
+        else:
+            with self._lock:
+                self._enter(multiplier, reproducible)
+
+    def _enter(self, multiplier: float, reproducible: bool) -> None:
+        if multiplier not in self._releases:
+            self._releases[multiplier] = torch.zeros((), dtype=torch.int64, device="cpu")
+        self._releases[multiplier].add_(1)
+        self.reproducible = self.reproducible or reproducible
 
     def __len__(self) -> int:
-        return self._releases.total()
+        return sum(int(count) for count in self._releases.values())
 
     def epsilon(self, delta: float) -> float:
         """The epsilon of everything released so far."""
-        counted = {z: count for z, count in self._releases.items() if not math.isinf(z)}
+        counted = {z: int(count) for z, count in self._releases.items() if not math.isinf(z)}
         if 0.0 in counted:
             return math.inf
         events = [poisson_gaussian(z, self.sampling_rate, count) for z, count in counted.items()]

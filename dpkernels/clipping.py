@@ -79,6 +79,10 @@ class Automatic(Rule):
         checks.number("max_norm", self.max_norm, low=0)
         if checks.number("stability", self.stability, low=0) == 0:
             raise ValueError("stability: got 0, must be > 0 (a zero row would have no direction)")
+        if math.isinf(self.max_norm / self.stability):
+            raise ValueError(
+                f"stability: got {self.stability!r}, must be large enough that max_norm / stability is finite"
+            )
 
     @property
     def row_norm(self) -> float:

@@ -135,7 +135,7 @@ def clamp_sum(vectors: Tensors, bound: float, *, noise: Gaussian | None = None) 
     limit = checks.number("bound", bound, low=0, finite=False)
     tensors = checks.per_sample("vectors", vectors)
     width = sum(math.prod(t.shape[1:]) for t in tensors)
-    result = _sum("clamp_sum", [tensors], _bounds(limit), *_release(noise, limit * math.sqrt(width)))
+    result = _sum("clamp_sum", [tensors], _bounds(limit), *_release(noise, limit * math.sqrt(width) if width else 0.0))
     return _like(vectors, *result)
 
 
@@ -149,9 +149,14 @@ def add_gaussian_(tensors: Tensors, noise: Gaussian, *, sensitivity: float | Non
     for i, t in enumerate(targets):
         if any(stride == 0 and size > 1 for stride, size in zip(t.stride(), t.shape, strict=True)):
             raise ValueError(f"tensors[{i}]: is an expanded view, must have memory of its own for each element")
+    if len({id(t) for t in targets}) < len(targets):
+        raise ValueError("tensors: the same tensor is there twice, each must be there once")
     _check_noise(noise)
     with torch.no_grad():
         torch.ops.dpkernels.add_gaussian_(targets, *noise.release(sensitivity))
+    for t in targets:
+        if not t.is_inference():
+            torch.autograd.graph.increment_version(t)
     return tensors
 
 
@@ -184,22 +189,26 @@ def sparsify(
     probability = checks.number("keep_probability", keep_probability, low=2.0**-32, high=1)
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
         raise ValueError(f"seed: got {seed!r}, must be an integer, at least 0 and below 2**63")
-    key = torch.tensor([seed], dtype=torch.int64)
+    key = torch.tensor([seed], dtype=torch.int64, device="cpu")
     values, indices = torch.ops.dpkernels.sparsify(vector, probability, key, *_release(noise, sensitivity))
     return SparseMessage(indices, values, vector.numel())
 
 
 def _sum(name: str, lists: list[list[Tensor]], *arguments: object) -> tuple[list[Tensor], Tensor]:
     op = getattr(torch.ops.dpkernels, name).default
-    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for tensors in lists for t in tensors)
-    if needs_grad or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
+        return op(*lists, *arguments)  # type: ignore[no-any-return]
+    if torch.autograd.forward_ad._current_level >= 0:
+        raise NotImplementedError(f"{name}: has no forward-mode derivative, only reverse mode (backward)")
+    transformed = torch._C._functorch.peek_interpreter_stack() is not None
+    if transformed or (torch.is_grad_enabled() and any(t.requires_grad for tensors in lists for t in tensors)):
         return op(*lists, *arguments)  # type: ignore[no-any-return]
     with torch._C._AutoDispatchBelowAutograd():  # torch's Python layer there costs a microsecond a tensor
         return op(*lists, *arguments)  # type: ignore[no-any-return]
 
 
 def _bounds(*values: float) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64)
+    return torch.tensor(values, dtype=torch.float64, device="cpu")
 
 
 def _norm_rule(clip: object, count: int) -> tuple[clipping.Rule, Tensor, float | None]:

@@ -29,7 +29,8 @@ class Gaussian:
 
     `seed=None` draws the key from the operating system; torch's global generator is never asked. With a seed
     the noise is reproducible, and nothing is private from whoever knows the seed. `ledger` gets an entry
-    before each release.
+    before each release. Threads may share a Gaussian, except inside a step compiled by `torch.compile`: there each
+    thread needs its own.
 
     Formal guarantee: a sum of L2 sensitivity S plus this noise is the Gaussian mechanism with multiplier
     std / S, for noise of real-valued precision. It is drawn in floating point: an adversary who sees the low
@@ -38,20 +39,30 @@ class Gaussian:
     """
 
     def __init__(self, std: float, seed: int | None = None, secure: bool = False, ledger: Ledger | None = None) -> None:
-        self.std = checks.number("std", std, low=0)
+        self._std = _host_tensor(checks.number("std", std, low=0), torch.float64)
         if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
             raise ValueError(f"seed: got {seed!r}, must be an integer or None")
         if seed is not None and not 0 <= seed < 2**63:
             raise ValueError(f"seed: got {seed}, must be at least 0 and below 2**63")
         if secure:
             raise ValueError("secure: got True, must be False: secure noise is not available in this version")
-        self.reproducible = seed is not None
+        self._float_std = float(std)
+        self._reproducible = seed is not None
         self.ledger = ledger
         self._lock = threading.Lock()
-        self._std = torch.tensor(self.std, dtype=torch.float64)
         # (key, next release number): a tensor, so that a compiled step does not depend on its value
-        self._stream = torch.tensor([_new_key() if seed is None else seed, 0], dtype=torch.int64)
+        self._stream = _host_tensor([_new_key() if seed is None else seed, 0], torch.int64)
         _alive.add(self)
+
+    @property
+    def std(self) -> float:
+        """The standard deviation, fixed for good: another std is another Gaussian."""
+        return self._float_std
+
+    @property
+    def reproducible(self) -> bool:
+        """Whether the noise comes from a seed."""
+        return self._reproducible
 
     def release(self, sensitivity: float | None = None) -> tuple[Tensor, Tensor]:
         """Take the next release number: the (key, release) stream and the std, as tensors for the kernels.
@@ -79,8 +90,8 @@ class Gaussian:
     def _after_fork(self) -> None:
         # A child that went on with its parent's key would release the parent's noise again.
         self._lock = threading.Lock()
-        self._stream[0] = _new_key()
-        self.reproducible = False
+        self._stream = _host_tensor([_new_key(), 0], torch.int64)
+        self._reproducible = False
 
     def _refuse_copy(self, *_: object) -> NoReturn:
         raise TypeError("a Gaussian cannot be copied or pickled: the copy would release the same noise again")
@@ -89,6 +100,12 @@ class Gaussian:
 
     def __repr__(self) -> str:
         return f"Gaussian(std={self.std:g}, {'reproducible' if self.reproducible else 'key from the OS'})"
+
+
+def _host_tensor(value: object, dtype: torch.dtype) -> Tensor:
+    """A plain CPU tensor, whatever default device or inference mode is on."""
+    with torch.inference_mode(False):
+        return torch.tensor(value, dtype=dtype, device="cpu")
 
 
 def _new_key() -> int:

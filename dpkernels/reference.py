@@ -48,10 +48,10 @@ def clip_momentum_sum(
     norms = _norms(now, a, keep)
     a, b = _select(a, keep), _select(b, keep)
     width = sum(t.shape[1] for t in a)
-    ca = _shrink(_safe_norm(_squares(a).sum(1), width), gradient_norm)
-    cb = _shrink(_safe_norm(_squares(b).sum(1), width), gradient_norm)
+    ca = _shrink(_safe_norm(_squares(a).sum(1), width, len(a)), gradient_norm)
+    cb = _shrink(_safe_norm(_squares(b).sum(1), width, len(b)), gradient_norm)
     difference = [ca[:, None] * x - cb[:, None] * y for x, y in zip(a, b, strict=True)]
-    c3 = _shrink(_safe_norm(_squares(difference).sum(1), width), difference_norm)
+    c3 = _shrink(_safe_norm(_squares(difference).sum(1), width, len(a)), difference_norm)
     rows = [
         (momentum * ca)[:, None] * x + ((1 - momentum) * c3)[:, None] * d for x, d in zip(a, difference, strict=True)
     ]
@@ -149,7 +149,7 @@ def _clip_rows(
     widths = [row.shape[1] for row in rows]
     if len(bounds) == 1:
         squares, widths = squares.sum(1, keepdim=True), [sum(widths)]
-    norm = torch.stack([_safe_norm(n2, width) for n2, width in zip(squares.T, widths, strict=True)], dim=1)
+    norm = torch.stack([_safe_norm(n2, width, len(rows)) for n2, width in zip(squares.T, widths, strict=True)], dim=1)
     coefficient = _shrink(norm, bounds) if stability is None else bounds / (norm + stability)
     coefficient = coefficient.expand(-1, len(rows))
     clipped = [coefficient[:, i, None] * row for i, row in enumerate(rows)]
@@ -174,9 +174,9 @@ def _shrink(norm: Tensor, bound: Tensor) -> Tensor:
     return torch.where(clipped, bound / torch.where(clipped, norm, 1.0), 1.0)  # no gradient of inf / norm
 
 
-def _safe_norm(square: Tensor, width: int) -> Tensor:
+def _safe_norm(square: Tensor, width: int, tensors: int) -> Tensor:
     """The norm, rounded up by more than the error of its sum of squares and of underflow in it."""
-    margin = (4096 + width // 4096 + 64) * 2.0**-52
+    margin = (4096 + width // 2048 + tensors) * 2.0**-52
     return (square * (1 + margin) + max(width, 1) * 2.0**-1022).sqrt()
 
 

@@ -50,3 +50,17 @@ def test_to_autograd_it_is_the_identity():
 def test_std_0_changes_nothing():
     x = cases.vectors([(500,)])[0]
     torch.testing.assert_close(dpk.add_gaussian_(x.clone(), dpk.Gaussian(0.0)), x, rtol=0, atol=0)
+
+
+def test_a_backward_that_needs_the_overwritten_value_is_refused():
+    e = torch.zeros(3, requires_grad=True).exp()
+    dpk.add_gaussian_(e, dpk.Gaussian(1.0))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        e.sum().backward()
+
+
+def test_a_tensor_given_twice_is_refused():
+    x = torch.zeros(3)
+    with pytest.raises(ValueError, match="the same tensor is there twice"):
+        dpk.add_gaussian_([x, x], dpk.Gaussian(1.0))
+    assert x.eq(0).all()

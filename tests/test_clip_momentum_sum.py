@@ -99,3 +99,21 @@ def test_threads_do_not_change_a_bit(isa):
         return [*sums, norms]
 
     cases.thread_invariant(call)
+
+
+def test_float64_rows_next_to_overflow_keep_the_bound(isa):
+    huge = 1.3e154
+    pairs = [
+        ([[huge, 0.0]], [[0.8 * huge, 0.6 * huge]]),
+        ([[1.3407807929942596e154, 0.0]], [[1e154, 0.0]]),
+        ([[1.0, 0.0]], [[1.3407807929942596e154, 0.0]]),
+    ]
+    for now, before in pairs:
+        row = dpk.clip_momentum_sum(
+            torch.tensor(now, dtype=torch.float64),
+            torch.tensor(before, dtype=torch.float64),
+            gradient_norm=1e300,
+            difference_norm=1.0,
+            momentum=0.0,
+        ).sum
+        assert cases.row_norm([row]) <= 1.0

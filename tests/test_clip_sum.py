@@ -150,3 +150,10 @@ def test_the_sum_is_as_exact_as_float64_makes_it(isa):
     # Cancelling rows: a float32 accumulator would be off by about 1e-3.
     vectors = torch.cat([torch.full((500, 40), 1e4), torch.full((500, 40), -1e4), torch.full((1, 40), 1e-3)])
     torch.testing.assert_close(dpk.clip_sum(vectors, math.inf).sum, torch.full((40,), 1e-3), rtol=1e-7, atol=0)
+
+
+def test_the_bound_holds_over_thousands_of_tiny_tensors(isa):
+    """Squares that each round away when added to 1: a chain of 20,000 roundings, all to the same side."""
+    small = torch.tensor([[math.nextafter(2.0**-26.5, 0)]], dtype=torch.float64)
+    clipped = dpk.clip_sum([torch.ones(1, 1, dtype=torch.float64), *[small] * 20_000], 1.0).sum
+    assert cases.row_norm(clipped) <= 1.0

@@ -39,6 +39,7 @@ def test_a_number_is_a_flat_rule():
         (lambda: clipping.Flat(True), "max_norm: got True"),
         (lambda: clipping.Automatic(math.inf), "max_norm: got inf, must be a finite number >= 0"),
         (lambda: clipping.Automatic(1.0, 0.0), "stability: got 0, must be > 0"),
+        (lambda: clipping.Automatic(1e300, 1e-10), "stability: got 1e-10, must be large enough"),
         (lambda: clipping.PerLayer([]), r"max_norms: got \[\]"),
         (lambda: clipping.PerLayer([1.0, -2.0]), r"max_norms\[1\]: got -2.0"),
         (

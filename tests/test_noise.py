@@ -175,3 +175,31 @@ def test_a_ledger_needs_the_sensitivity():
     assert x.eq(0).all()
     dpk.add_gaussian_(x, noise, sensitivity=1.0)
     assert len(noise.ledger) == 1
+
+
+def test_std_cannot_drift_from_what_is_drawn():
+    noise = dpk.Gaussian(1.0)
+    with pytest.raises(AttributeError):
+        noise.std = 5.0
+    with pytest.raises(AttributeError):
+        noise.reproducible = False
+
+
+@pytest.mark.filterwarnings("ignore:This process")
+def test_inference_mode_and_default_devices_do_not_reach_the_stream():
+    with torch.inference_mode():
+        made_there = dpk.Gaussian(1.0, seed=1)
+    with torch.device("meta"):
+        made_elsewhere = dpk.Gaussian(1.0, seed=1)
+        assert made_elsewhere.release()[0].device == CPU
+    assert torch.equal(made_there.release()[0], torch.tensor([1, 0]))
+    keys = []
+    read, write = os.pipe()
+    if os.fork() == 0:
+        for noise in (made_there, made_elsewhere):
+            os.write(write, noise.release()[0][0].item().to_bytes(8, "little", signed=True))
+        os._exit(0)
+    os.wait()
+    keys = [int.from_bytes(os.read(read, 8), "little", signed=True) for _ in range(2)]
+    assert 1 not in keys
+    assert keys[0] != keys[1]

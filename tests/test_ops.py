@@ -120,3 +120,35 @@ def test_compiled_gradients_equal_eager_ones():
         function(x).backward()
         grads.append(x.grad)
     torch.testing.assert_close(*grads)
+
+
+def test_a_ledger_does_not_recompile_and_counts():
+    compiled = []
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    @torch.compile(backend=backend, fullgraph=True)
+    def step(vectors, noise):
+        return dpk.clip_sum(vectors, 1.0, noise=noise).sum
+
+    ledger = dpk.accounting.Ledger(sampling_rate=0.5)
+    noise = dpk.Gaussian(2.0, seed=3, ledger=ledger)
+    for _ in range(10):
+        step(cases.vectors([(6, 5)]), noise)
+    assert len(ledger) == 10
+    assert len(compiled) <= 3  # the first entry of a multiplier, and its being reproducible, are new to the step
+
+
+def test_forward_mode_is_refused_rather_than_wrong():
+    x, tangent = torch.randn(3, 2), torch.ones(3, 2)
+    with pytest.raises(NotImplementedError, match="clip_sum: has no forward-mode derivative"):
+        torch.func.jvp(lambda v: dpk.clip_sum(v, 100.0).sum, (x,), (tangent,))
+
+
+def test_function_transforms_are_refused_rather_than_wrong():
+    """torch does not let custom ops with a registered backward under torch.func; it must not go unnoticed."""
+    x = torch.randn(3, 2)
+    with pytest.raises(RuntimeError, match="functorch"):
+        torch.func.grad(lambda v: (dpk.clip_sum(v, 1.0).sum ** 2).sum())(x)

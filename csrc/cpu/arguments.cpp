@@ -38,7 +38,7 @@ Sums sum_tensors(Form form, const Tensors& now, const Tensors& before, int group
   out.reserve(now.size());
   SumProblem problem{form, batch, {}, groups, noise_of(stream, std), nullptr, {}};
   problem.columns.reserve(now.size());
-  std::vector<int64_t> group_length(static_cast<size_t>(groups), 0);
+  std::vector<int64_t> group_tiles(static_cast<size_t>(groups), 0);
   bool wide_norms = false;
   for (size_t i = 0; i < now.size(); ++i) {
     Tensor& a = keep.emplace_back(with_contiguous_samples(now[i]));
@@ -61,12 +61,12 @@ Sums sum_tensors(Form form, const Tensors& now, const Tensors& before, int group
       column.before_stride = b.stride(0) * element_bytes(element);
     }
     problem.columns.push_back(column);
-    group_length[groups > 1 ? i : 0] += length;
+    group_tiles[groups > 1 ? i : 0] += tiles_of(length);
   }
   Tensor norms = empty(&batch, 1, ScalarType::Double);
   problem.norms = norms.mutable_data_ptr<double>();
   problem.rule = [&](int group, const double* products, double* coefficient) {
-    rule(group, group_length[static_cast<size_t>(group)], products, coefficient);
+    rule(group, group_tiles[static_cast<size_t>(group)], products, coefficient);
   };
   blocked_sum(problem);
   if (!wide_norms) norms = torch::stable::to(norms, ScalarType::Float);
@@ -77,8 +77,8 @@ Sums clipped_sum(Form form, const Tensors& now, const Tensors& before, const Ten
                  std::optional<double> stability, const std::optional<Tensor>& stream,
                  const std::optional<Tensor>& std) {
   const double* bound = max_norms.const_data_ptr<double>();
-  const Rule rule = [=](int group, int64_t length, const double* products, double* coefficient) {
-    const double norm = std::sqrt(safe_norm2(products[0], length)), max_norm = bound[group];
+  const Rule rule = [=](int group, int64_t tiles, const double* products, double* coefficient) {
+    const double norm = std::sqrt(safe_norm2(products[0], tiles)), max_norm = bound[group];
     if (stability) {
       coefficient[0] = max_norm / (norm + *stability);
     } else {

@@ -46,10 +46,10 @@ inline Noise noise_of(const std::optional<Tensor>& stream, const std::optional<T
 Tensor with_contiguous_samples(const Tensor& t);
 
 using Sums = std::tuple<Tensors, Tensor>;
-using Rule = std::function<void(int group, int64_t length, const double* products, double* coefficient)>;
+using Rule = std::function<void(int group, int64_t tiles, const double* products, double* coefficient)>;
 
-// Runs blocked_sum on tensor lists; `before` is empty unless the form has one. `length` is the number of columns
-// in the group the rule is asked about.
+// Runs blocked_sum on tensor lists; `before` is empty unless the form has one. `tiles` is the number of tiles in the
+// group the rule is asked about.
 Sums sum_tensors(Form form, const Tensors& now, const Tensors& before, int groups, const Rule& rule,
                  const std::optional<Tensor>& stream, const std::optional<Tensor>& std);
 

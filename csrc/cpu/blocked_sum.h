@@ -50,9 +50,12 @@ struct SumProblem {
 
 void blocked_sum(const SumProblem& problem);
 
-// norm^2 enlarged by more than its accumulation and underflow error over `length` columns, so that a
-// coefficient made from it keeps the bound in real arithmetic.
-double safe_norm2(double norm2, int64_t length);
-double relative_margin(int64_t length);
+// Tiles that a column of this length is cut into.
+int64_t tiles_of(int64_t length);
+
+// norm^2 enlarged by more than its accumulation and underflow error over `tiles` tiles, so that a coefficient made
+// from it keeps the bound in real arithmetic. May round up to infinity.
+double safe_norm2(double norm2, int64_t tiles);
+double relative_margin(int64_t tiles);
 
 }  // namespace dpk

@@ -17,11 +17,11 @@ struct Bounds {
   double gradient_norm, difference_norm, momentum;
 };
 
-void momentum_rule(const Bounds& bounds, int64_t length, const double* products, double* coefficient) {
+void momentum_rule(const Bounds& bounds, int64_t tiles, const double* products, double* coefficient) {
   const double C1 = bounds.gradient_norm, g = bounds.momentum, h = 1.0 - bounds.momentum;
-  const double a = std::sqrt(safe_norm2(products[0], length)), b = std::sqrt(safe_norm2(products[1], length));
+  const double a = std::sqrt(safe_norm2(products[0], tiles)), b = std::sqrt(safe_norm2(products[1], tiles));
   const double e2 = products[2], eb = products[3], ab = products[4];
-  const double e = std::sqrt(safe_norm2(e2, length));
+  const double e = std::sqrt(safe_norm2(e2, tiles));
   const double ca = a > C1 ? C1 / a : 1.0, cb = b > C1 ? C1 / b : 1.0;
   const bool through_e = e <= 0.5 * std::fmin(a, b);
   // d = first * x + second * b, with x = e or a
@@ -39,8 +39,12 @@ void momentum_rule(const Bounds& bounds, int64_t length, const double* products,
     second = -cb;
     d2 = ca * ca * products[0] - 2.0 * ca * cb * ab + cb * cb * products[1];
   }
+  if (!std::isfinite(a) || !std::isfinite(b) || !std::isfinite(e) || !std::isfinite(d2)) {
+    coefficient[0] = coefficient[1] = coefficient[2] = 0.0;  // like a row whose products overflow
+    return;
+  }
   const double terms = ca * (through_e ? e : a) + std::fabs(second) * b;
-  const double d = std::sqrt(std::fmax(d2, 0.0) + relative_margin(length) * terms * terms);
+  const double d = std::sqrt(std::fmax(d2, 0.0) + relative_margin(tiles) * terms * terms);
   const double c3 = d > bounds.difference_norm ? bounds.difference_norm / d : 1.0;
   coefficient[0] = g * ca + h * c3 * ca;
   coefficient[1] = through_e ? 1.0 : 0.0;
@@ -53,8 +57,8 @@ Sums clip_momentum_sum(const Tensors& now, const Tensors& before, const Tensor& 
                        const std::optional<Tensor>& stream, const std::optional<Tensor>& std) {
   const double* b = bounds.const_data_ptr<double>();
   const Bounds values{b[0], b[1], b[2]};
-  const Rule rule = [=](int, int64_t length, const double* products, double* coefficient) {
-    momentum_rule(values, length, products, coefficient);
+  const Rule rule = [=](int, int64_t tiles, const double* products, double* coefficient) {
+    momentum_rule(values, tiles, products, coefficient);
   };
   return sum_tensors(Form::momentum, now, before, 1, rule, stream, std);
 }
