@@ -12,6 +12,7 @@ from dp_accounting.pld import PLDAccountant
 from torch import Tensor
 
 from dpkernels import checks
+from dpkernels.noise import host_tensor
 
 
 def poisson_gaussian(noise_multiplier: float, sampling_rate: float, steps: int = 1) -> dp_event.DpEvent:
@@ -74,7 +75,7 @@ class Ledger:
 
     def _enter(self, multiplier: float, reproducible: bool) -> None:
         if multiplier not in self._releases:
-            self._releases[multiplier] = torch.zeros((), dtype=torch.int64, device="cpu")
+            self._releases[multiplier] = host_tensor(0, torch.int64)
         self._releases[multiplier].add_(1)
         self.reproducible = self.reproducible or reproducible
 

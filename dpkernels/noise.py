@@ -39,7 +39,7 @@ class Gaussian:
     """
 
     def __init__(self, std: float, seed: int | None = None, secure: bool = False, ledger: Ledger | None = None) -> None:
-        self._std = _host_tensor(checks.number("std", std, low=0), torch.float64)
+        self._std = host_tensor(checks.number("std", std, low=0), torch.float64)
         if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
             raise ValueError(f"seed: got {seed!r}, must be an integer or None")
         if seed is not None and not 0 <= seed < 2**63:
@@ -51,7 +51,7 @@ class Gaussian:
         self.ledger = ledger
         self._lock = threading.Lock()
         # (key, next release number): a tensor, so that a compiled step does not depend on its value
-        self._stream = _host_tensor([_new_key() if seed is None else seed, 0], torch.int64)
+        self._stream = host_tensor([_new_key() if seed is None else seed, 0], torch.int64)
         _alive.add(self)
 
     @property
@@ -90,7 +90,7 @@ class Gaussian:
     def _after_fork(self) -> None:
         # A child that went on with its parent's key would release the parent's noise again.
         self._lock = threading.Lock()
-        self._stream = _host_tensor([_new_key(), 0], torch.int64)
+        self._stream = host_tensor([_new_key(), 0], torch.int64)
         self._reproducible = False
 
     def _refuse_copy(self, *_: object) -> NoReturn:
@@ -102,7 +102,7 @@ class Gaussian:
         return f"Gaussian(std={self.std:g}, {'reproducible' if self.reproducible else 'key from the OS'})"
 
 
-def _host_tensor(value: object, dtype: torch.dtype) -> Tensor:
+def host_tensor(value: object, dtype: torch.dtype) -> Tensor:
     """A plain CPU tensor, whatever default device or inference mode is on."""
     with torch.inference_mode(False):
         return torch.tensor(value, dtype=dtype, device="cpu")

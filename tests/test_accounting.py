@@ -1,6 +1,7 @@
 import math
 
 import pytest
+import torch
 from scipy import optimize, stats
 
 from dpkernels import accounting
@@ -41,6 +42,14 @@ def test_ledger_counts_what_was_recorded():
     ledger.record(std=4.0, sensitivity=1.0, reproducible=True)
     assert ledger.epsilon(1e-5) > before
     assert ledger.reproducible
+
+
+def test_a_ledger_first_used_in_inference_mode_goes_on_outside():
+    ledger = accounting.Ledger()
+    with torch.inference_mode():
+        ledger.record(std=1.0, sensitivity=1.0, reproducible=False)
+    ledger.record(std=1.0, sensitivity=1.0, reproducible=False)
+    assert len(ledger) == 2
 
 
 def test_ledger_without_noise_or_without_data():

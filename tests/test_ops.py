@@ -69,13 +69,20 @@ def test_opcheck_the_others():
     torch.autograd.gradcheck(lambda v: dpk.sparsify(v, 0.3, seed=5).values, vector)
 
 
-def test_a_training_loop_compiles_once():
-    """Release numbers, keys and stds change; the compiled step does not."""
+def counting_backend():
+    """A list of the graphs compiled so far, and the back end that fills it."""
     compiled = []
 
     def backend(graph, inputs):
         compiled.append(graph)
         return graph.forward
+
+    return compiled, backend
+
+
+def test_a_training_loop_compiles_once():
+    """Release numbers, keys and stds change; the compiled step does not."""
+    compiled, backend = counting_backend()
 
     @torch.compile(backend=backend, fullgraph=True)
     def step(vectors, noise):
@@ -91,11 +98,7 @@ def test_a_training_loop_compiles_once():
 
 
 def test_ops_compile_once_over_streams_and_stds():
-    compiled = []
-
-    def backend(graph, inputs):
-        compiled.append(graph)
-        return graph.forward
+    compiled, backend = counting_backend()
 
     @torch.compile(backend=backend, fullgraph=True)
     def step(vectors, stream, std):
@@ -123,11 +126,7 @@ def test_compiled_gradients_equal_eager_ones():
 
 
 def test_a_ledger_does_not_recompile_and_counts():
-    compiled = []
-
-    def backend(graph, inputs):
-        compiled.append(graph)
-        return graph.forward
+    compiled, backend = counting_backend()
 
     @torch.compile(backend=backend, fullgraph=True)
     def step(vectors, noise):
