@@ -58,7 +58,7 @@ native = Extension(
 )
 
 setup(
-    packages=["dpkernels", "dpkernels.algorithms"],
+    packages=["dpkernels", "dpkernels.rules", "dpkernels.algorithms"],
     package_dir={"dpkernels": "dpkernels", "dpkernels.algorithms": "algorithms"},
     package_data={"dpkernels": ["py.typed"]},
     ext_modules=[native],

@@ -1,7 +1,7 @@
 """Train privately on scikit-learn's handwritten digits: `make train`, or `python -m dpkernels.algorithms.digits`.
 
-DP-SGD on a small network: per-sample gradients by `torch.func`, then one fused call that clips, sums and noises
-them. Prints the accuracy on held-out digits (which are public here), the privacy spent, and the time a step takes.
+DP-SGD on a small network. Prints the accuracy on held-out digits (which are public here), the privacy spent, and
+the time a step takes.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ import time
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, vmap
 
-import dpkernels as dpk
+from .dp_sgd import DPSGD
 
 
 def load_digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -56,31 +55,32 @@ def train(
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 10))
     for parameter in model.parameters():
         nn.init.uniform_(parameter, -0.1, 0.1, generator=init)
-    parameters = {name: p.detach() for name, p in model.named_parameters()}
-
-    def loss(weights: dict[str, Tensor], image: Tensor, label: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(functional_call(model, weights, (image,)), label)
 
     def accuracy() -> float:
-        correct: Tensor = functional_call(model, parameters, (test_x,)).argmax(1) == test_y
+        with torch.no_grad():
+            correct: Tensor = model(test_x).argmax(1) == test_y
         return correct.float().mean().item()
 
-    per_sample_gradients = vmap(grad(loss), in_dims=(None, 0, 0))
-    ledger = dpk.accounting.Ledger(sampling_rate=rate)
-    noise = dpk.Gaussian(noise_multiplier * max_norm, seed=seed, ledger=ledger)
+    algorithm = DPSGD(
+        model,
+        nn.CrossEntropyLoss(reduction="none"),
+        optimizer=torch.optim.SGD(model.parameters(), lr=lr),
+        max_norm=max_norm,
+        noise_multiplier=noise_multiplier,
+        expected_batch_size=expected_batch_size,
+        sampling_rate=rate,
+        seed=seed,
+    )
     start = time.perf_counter()
     for step in range(1, steps + 1):
         batch = torch.rand(len(x), generator=sampler) < rate
-        gradients = per_sample_gradients(parameters, x[batch], y[batch])
-        private = dpk.clip_sum(list(gradients.values()), max_norm, noise=noise)
-        for weight, total in zip(parameters.values(), private.sum, strict=True):
-            weight -= lr * total / expected_batch_size
+        algorithm.step(x[batch], y[batch])
         if not quiet and step % max(1, steps // 10) == 0:
             print(f"step {step:4d}/{steps}   test accuracy {accuracy():.1%}", flush=True)
     seconds = (time.perf_counter() - start) / steps
     return {
         "accuracy": accuracy(),
-        "epsilon": ledger.epsilon(delta),
+        "epsilon": algorithm.epsilon(delta),
         "delta": delta,
         "seconds_per_step": seconds,
     }

@@ -21,13 +21,16 @@ from dpkernels.dense import (
     clip_sum,
     sparsify,
 )
+from dpkernels.gradients import per_sample_gradients
 from dpkernels.noise import Gaussian
+from dpkernels.per_sample import PerSample
 
 __version__ = "0.1.0"
 
 __all__ = [
     "ClippedSum",
     "Gaussian",
+    "PerSample",
     "SparseMessage",
     "accounting",
     "add_gaussian_",
@@ -36,5 +39,6 @@ __all__ = [
     "clip_momentum_sum",
     "clip_sum",
     "clipping",
+    "per_sample_gradients",
     "sparsify",
 ]

@@ -66,8 +66,8 @@ def clip_sum(vectors: Tensors, clip: float | clipping.Rule, *, noise: Gaussian |
     Sensitivity of the sum: `clip` under add-remove, twice that under replace-one; see `rule.sensitivity`.
     """
     tensors = checks.per_sample("vectors", vectors)
-    rule, max_norms, stability = _norm_rule(clip, len(tensors))
-    result = _sum("clip_sum", [tensors], max_norms, stability, *_release(noise, rule.sensitivity()))
+    rule, max_norms, stability = norm_rule(clip, len(tensors))
+    result = _sum("clip_sum", [tensors], max_norms, stability, *take_release(noise, rule.sensitivity()))
     return _like(vectors, *result)
 
 
@@ -88,8 +88,10 @@ def clip_difference_sum(
     """
     tensors = checks.per_sample("now", now)
     others = checks.matching("before", before, tensors)
-    rule, max_norms, stability = _norm_rule(clip, len(tensors))
-    result = _sum("clip_difference_sum", [tensors, others], max_norms, stability, *_release(noise, rule.sensitivity()))
+    rule, max_norms, stability = norm_rule(clip, len(tensors))
+    result = _sum(
+        "clip_difference_sum", [tensors, others], max_norms, stability, *take_release(noise, rule.sensitivity())
+    )
     return _like(now, *result)
 
 
@@ -122,7 +124,7 @@ def clip_momentum_sum(
     tensors = checks.per_sample("now", now)
     others = checks.matching("before", before, tensors)
     bounds = _bounds(gradient_norm, difference_norm, momentum)
-    result = _sum("clip_momentum_sum", [tensors, others], bounds, *_release(noise, rule.sensitivity()))
+    result = _sum("clip_momentum_sum", [tensors, others], bounds, *take_release(noise, rule.sensitivity()))
     return _like(now, *result)
 
 
@@ -135,7 +137,9 @@ def clamp_sum(vectors: Tensors, bound: float, *, noise: Gaussian | None = None) 
     limit = checks.number("bound", bound, low=0, finite=False)
     tensors = checks.per_sample("vectors", vectors)
     width = sum(math.prod(t.shape[1:]) for t in tensors)
-    result = _sum("clamp_sum", [tensors], _bounds(limit), *_release(noise, limit * math.sqrt(width) if width else 0.0))
+    result = _sum(
+        "clamp_sum", [tensors], _bounds(limit), *take_release(noise, limit * math.sqrt(width) if width else 0.0)
+    )
     return _like(vectors, *result)
 
 
@@ -190,7 +194,7 @@ def sparsify(
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
         raise ValueError(f"seed: got {seed!r}, must be an integer, at least 0 and below 2**63")
     key = torch.tensor([seed], dtype=torch.int64, device="cpu")
-    values, indices = torch.ops.dpkernels.sparsify(vector, probability, key, *_release(noise, sensitivity))
+    values, indices = torch.ops.dpkernels.sparsify(vector, probability, key, *take_release(noise, sensitivity))
     return SparseMessage(indices, values, vector.numel())
 
 
@@ -211,7 +215,7 @@ def _bounds(*values: float) -> Tensor:
     return torch.tensor(values, dtype=torch.float64, device="cpu")
 
 
-def _norm_rule(clip: object, count: int) -> tuple[clipping.Rule, Tensor, float | None]:
+def norm_rule(clip: object, count: int) -> tuple[clipping.Rule, Tensor, float | None]:
     """The rule, its bounds (one, or one for each tensor) and its stability constant."""
     rule = clipping.as_rule(clip)
     if isinstance(rule, clipping.Flat):
@@ -230,7 +234,8 @@ def _check_noise(noise: object) -> None:
         raise ValueError(f"noise: got {noise!r}, must be a dpkernels.Gaussian")
 
 
-def _release(noise: Gaussian | None, sensitivity: float | None) -> tuple[Tensor | None, Tensor | None]:
+def take_release(noise: Gaussian | None, sensitivity: float | None) -> tuple[Tensor | None, Tensor | None]:
+    """Stream and std of the next release, entered in the ledger; nothing without noise."""
     if noise is None:
         return None, None
     _check_noise(noise)

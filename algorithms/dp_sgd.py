@@ -1,0 +1,121 @@
+"""DP-SGD: clipped per-sample gradients, summed, noised, handed to any torch optimizer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import dpkernels as dpk
+from dpkernels import checks
+from dpkernels.nested import flat_tensors, map_tensors
+
+
+class DPSGD:
+    """Each step puts (sum_i clip(g_i) + N(0, (z C)^2)) / expected_batch_size into `.grad`, then the optimizer steps.
+
+    Args:
+        model: any module `dpk.per_sample_gradients` can record.
+        loss_fn: `loss_fn(outputs, targets)` gives one loss for each sample, [B].
+        optimizer: any torch optimizer over the model's parameters.
+        max_norm: C, the largest norm of one sample's clipped gradient.
+        noise_multiplier: z; the noise on the sum has standard deviation z * C.
+        expected_batch_size: what the sum is divided by: a public constant, never the size a batch happens to have.
+        sampling_rate: the probability with which each record is in each batch, independently. The default, 1, claims
+            no amplification. It is your claim: nothing here sees the sampling.
+        clip: a rule instead of `Flat(max_norm)`; its rows must not be longer than `max_norm`.
+        micro_batch_size: the most samples to run at a time; a larger batch goes in parts, with noise once.
+        seed: makes the noise reproducible, and nothing private from whoever knows it.
+
+    Formal guarantee: the weights after any number of steps are (epsilon(delta), delta)-DP under add-remove adjacency,
+    one record being one index of dim 0, if batches are Poisson samples at `sampling_rate` (or anything, at rate 1).
+    Hyper-parameters, initial weights and the number of steps must not depend on the data. Not private: the model's
+    losses, norms and the time a step takes.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: Callable[[Any, Any], Tensor],
+        *,
+        optimizer: torch.optim.Optimizer,
+        max_norm: float,
+        noise_multiplier: float,
+        expected_batch_size: float,
+        sampling_rate: float = 1.0,
+        clip: dpk.clipping.Rule | None = None,
+        micro_batch_size: int | None = None,
+        seed: int | None = None,
+    ) -> None:
+        bound = checks.number("max_norm", max_norm, low=0, finite=False)
+        multiplier = checks.number("noise_multiplier", noise_multiplier, low=0)
+        if multiplier > 0 and math.isinf(bound):
+            raise ValueError("max_norm: got inf, must be finite when noise_multiplier > 0: noise is relative to it")
+        if checks.number("expected_batch_size", expected_batch_size, low=0) == 0:
+            raise ValueError("expected_batch_size: got 0, must be > 0")
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ValueError(f"optimizer: got a {type(optimizer).__name__}, must be a torch.optim.Optimizer")
+        if micro_batch_size is not None and (
+            isinstance(micro_batch_size, bool) or not isinstance(micro_batch_size, int) or micro_batch_size < 1
+        ):
+            raise ValueError(f"micro_batch_size: got {micro_batch_size!r}, must be a whole number >= 1 or None")
+        rule = dpk.clipping.Flat(bound) if clip is None else dpk.clipping.as_rule(clip)
+        if rule.row_norm > bound * (1 + 1e-9):
+            raise ValueError(f"clip: its rows are up to {rule.row_norm:g} long, must be at most max_norm = {bound:g}")
+        self.model = model
+        self.loss_fn = loss_fn
+        self.optimizer = optimizer
+        self.ledger = dpk.accounting.Ledger(sampling_rate)
+        self.noise = dpk.Gaussian(multiplier * bound if multiplier else 0.0, seed=seed, ledger=self.ledger)
+        self._clip = rule
+        self._expected_batch_size = float(expected_batch_size)
+        self._micro_batch_size = micro_batch_size
+        self._written: dict[str, tuple[Tensor, int]] = {}  # gradients of ours, and their versions
+
+    def step(self, inputs: Any, targets: Any) -> None:
+        """One step on a batch, of whatever size the sampling gave it; an empty one is a step of noise alone."""
+        parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        self._refuse_other_gradients(parameters)
+        *first, last = self._micro_batches(inputs, targets)
+        onto: dict[str, Tensor] | None = None
+        for x, y in first:
+            rows = dpk.per_sample_gradients(self.model, self.loss_fn, x, y)
+            onto = rows.clip_sum(self._clip, onto=onto, dtype=torch.float64).sum
+        rows = dpk.per_sample_gradients(self.model, self.loss_fn, *last)
+        private = rows.clip_sum(self._clip, self.noise, onto=onto).sum
+        for name, p in parameters.items():
+            p.grad = (private[name] / self._expected_batch_size).to(p.dtype)
+            self._written[name] = (p.grad, p.grad._version)
+        self.optimizer.step()
+
+    def epsilon(self, delta: float) -> float:
+        """The epsilon at `delta` of all steps so far."""
+        return self.ledger.epsilon(delta)
+
+    def _micro_batches(self, inputs: Any, targets: Any) -> list[tuple[Any, Any]]:
+        batch = next((t.shape[0] for t in flat_tensors(inputs) if t.dim() > 0), 0)
+        size = self._micro_batch_size or max(batch, 1)
+
+        if batch <= size:
+            return [(inputs, targets)]
+        parts = []
+        for first in range(0, batch, size):
+
+            def part(t: Tensor, first: int = first) -> Tensor:
+                return t[first : first + size] if t.dim() else t
+
+            parts.append((map_tensors(part, inputs), map_tensors(part, targets)))
+        return parts
+
+    def _refuse_other_gradients(self, parameters: dict[str, nn.Parameter]) -> None:
+        """A gradient that is not the one written here last would reach the weights without noise."""
+        for name, p in parameters.items():
+            ours, version = self._written.get(name, (None, 0))
+            if p.grad is not None and (p.grad is not ours or p.grad._version != version):
+                raise ValueError(
+                    f"parameter {name}: has a .grad that is not private, from a backward outside of this step; "
+                    "must be None: call optimizer.zero_grad() first"
+                )

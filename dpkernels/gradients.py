@@ -1,0 +1,65 @@
+"""per_sample_gradients: the public door to recording."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from dpkernels import self_check
+from dpkernels.nested import flat_tensors
+from dpkernels.per_sample import PerSample, Shape
+from dpkernels.record import LossFunction, record, trainable
+
+
+def per_sample_gradients(model: nn.Module, loss_fn: LossFunction, inputs: Any, targets: Any) -> PerSample:
+    """The gradient of each sample's loss, as a `PerSample`: from one forward and one backward, never stored.
+
+    Equivalent to, but for the rounding::
+
+        for i in range(B):
+            loss = loss_fn(model(inputs[i : i + 1]), targets[i : i + 1])
+            row[i] = torch.autograd.grad(loss.sum(), trainable parameters)
+
+    Args:
+        model: any module; it is not changed, and its parameters' `.grad` is not touched.
+        loss_fn: `loss_fn(outputs, targets)`, whatever the model returns; gives one loss for each sample, [B].
+        inputs: a tensor, a tuple (the model's arguments) or a dict (its keywords); dim 0 of every tensor is the sample.
+        targets: a tensor, or tensors in any nesting, with the sample in dim 0.
+
+    The unit of privacy is dim 0. Models whose rows would not be exact are refused with a `ValueError` that names the
+    parameter and the op: layers that mix samples (BatchNorm in training mode), a loss that is not [B], gradients that
+    reach a parameter by a way that is not seen. The first call for a model and form of input checks this on made-up
+    inputs, which costs about four small steps; later calls are one forward and one backward.
+    """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model: got a {type(model).__name__}, must be a torch.nn.Module")
+    if not callable(loss_fn):
+        raise ValueError(f"loss_fn: got {loss_fn!r}, must be callable as loss_fn(outputs, targets)")
+    batch = _batch_of(inputs, targets)
+    parameters = trainable(model)
+    if not parameters:
+        raise ValueError("model: has no parameter that requires grad, must have at least one")
+    if batch == 0:
+        shapes = {name: Shape(p.shape, p.dtype, p.device) for name, p in parameters.items()}
+        return PerSample(0, shapes, {})
+    plan = self_check.ensure(model, loss_fn, inputs, targets)
+    return record(model, loss_fn, inputs, targets, batch, plan=plan)
+
+
+def _batch_of(inputs: Any, targets: Any) -> int:
+    """B, if every tensor has it as dim 0."""
+    if not isinstance(inputs, Tensor | list | tuple | Mapping):
+        raise ValueError(f"inputs: got a {type(inputs).__name__}, must be a tensor, a tuple or a dict of tensors")
+    found = [t for t in flat_tensors(inputs) if t.dim() > 0]
+    if not found:
+        raise ValueError("inputs: has no tensor with a dimension, dim 0 of a tensor must be the sample")
+    batch = found[0].shape[0]
+    for name, tensors in (("inputs", found), ("targets", flat_tensors(targets))):
+        for t in tensors:
+            if t.dim() > 0 and t.shape[0] != batch:
+                raise ValueError(
+                    f"{name}: a tensor has shape {tuple(t.shape)}, must have {batch} samples in dim 0 as inputs do"
+                )
+    return batch

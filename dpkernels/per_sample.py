@@ -1,0 +1,332 @@
+"""PerSample: one row for each sample, over all parameters of a model, held as factors and never stored.
+
+Soundness. A row is the exact product of its stored factors (`dpkernels.factors`). Coefficients are made from norms
+rounded up by more than their error, so the bound of the clip rule holds in real arithmetic, also for rows whose parts
+cancel. Sums are float64, noise is added there, and the result is rounded once, after the noise: the rounding error E
+of the sum, which widens the sensitivity to S + 2E, is below n * 2^-52 * S for n factors in all rows together. A row
+with a NaN or an Inf counts as zero. An empty batch releases noise alone. Noise lands on every coordinate of every
+trainable parameter, also where no sample has a gradient. Nothing raises depending on values.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpkernels import checks, clipping, factors
+from dpkernels.dense import ClippedSum, norm_rule, take_release
+from dpkernels.noise import Gaussian
+from dpkernels.reference import wide_type
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a parameter looks like."""
+
+    size: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """Height and width of the parameter seen as a matrix."""
+        height = self.size[0] if self.size else 1
+        return height, math.prod(self.size[1:])
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which elements of a contiguous parameter a matrix of factors stands for: its geometry as a strided view."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def of(self, whole: Tensor) -> Tensor:
+        """Those elements of a contiguous tensor [..., *parameter shape], in the shape of the view."""
+        lead = whole.dim() - 1  # the parameter is flattened
+        outer = whole.stride()[:lead]
+        return whole.as_strided(
+            (*whole.shape[:lead], *self.size), (*outer, *self.stride), whole.storage_offset() + self.offset
+        )
+
+
+@dataclass(frozen=True)
+class Part:
+    """Factors, and where in the parameter they belong: None for all of it, in order."""
+
+    place: Place | None
+    matrix: factors.Matrix
+
+
+class PerSample:
+    """A [B, d] matrix, one row for each sample, that is never formed.
+
+    `per_sample_gradients` and `local_updates` make them. The rows of two can be subtracted and scaled; `clip_sum` and
+    `clamp_sum` release their sum.
+    """
+
+    def __init__(self, batch_size: int, shapes: Mapping[str, Shape], parts: Mapping[str, list[Part]]) -> None:
+        self._batch_size = batch_size
+        self._shapes = dict(shapes)
+        self._parts = {name: _separate(shape, parts.get(name, []), batch_size) for name, shape in shapes.items()}
+
+    @property
+    def batch_size(self) -> int:
+        """B, the number of samples."""
+        return self._batch_size
+
+    def __repr__(self) -> str:
+        width = sum(shape.size.numel() for shape in self._shapes.values())
+        return f"PerSample({self.batch_size} rows of {width} elements in {len(self._shapes)} parameters)"
+
+    def norms(self) -> Tensor:
+        """The norm of each row, [B]. NOT private."""
+        return self._norms(self._squares()[0])
+
+    def inner(self, other: PerSample) -> Tensor:
+        """The inner product of each row with the other's, [B]. NOT private."""
+        self._check_other(other)
+        total = self._zeros(self.batch_size)
+        for name, parts in self._parts.items():
+            for mine, theirs in _matched(self._shapes[name], parts, other._parts[name]):
+                total += factors.inner(mine, theirs)
+        return total.to(self._norms(total[:, None]).dtype)
+
+    def materialize(self) -> dict[str, Tensor]:
+        """The rows themselves, a tensor [B, ...] for each parameter: as large as B models. NOT private."""
+        return {
+            name: _formed(self._shapes[name], parts, self.batch_size).to(wide_type(self._shapes[name].dtype))
+            for name, parts in self._parts.items()
+        }
+
+    def clip_sum(
+        self,
+        clip: float | clipping.Rule,
+        noise: Gaussian | None = None,
+        *,
+        onto: Mapping[str, Tensor] | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> ClippedSum:
+        """Clip each row, sum over samples, add noise; `sum` is a dict of tensors like the parameters.
+
+        Args:
+            clip: the largest norm of a row, or a rule: `Flat`, `Automatic` or `PerLayer` with one bound for each
+                parameter in their order.
+            noise: added to every coordinate of the sum. Without it nothing here is private.
+            onto: a sum to add to before the noise, that of earlier micro-batches of one batch.
+            dtype: of the sum; unless given, float64 for float64 parameters and float32 for others. Micro-batches are
+                added up in float64.
+
+        Sensitivity of the sum: `clip` under add-remove, twice that under replace-one; see `rule.sensitivity`.
+        `norms` are those of the rows before clipping: NOT private.
+        """
+        rule, bounds, stability = norm_rule(clip, len(self._shapes))
+        self._check_sums(onto)
+        squares, uppers = self._squares()
+        keep = uppers.sum(1).isfinite()
+        bounds = bounds.to(squares.device)
+        if len(bounds) == 1:
+            uppers = uppers.sum(1, keepdim=True) * (1 + len(self._shapes) * factors.UNIT)
+        upper = uppers.sqrt() * (1 + 8 * factors.UNIT)
+        if stability is None:
+            weights = torch.where(upper > bounds, bounds / upper, 1.0)
+        else:
+            weights = bounds / (upper + stability)
+        weights = torch.where(keep[:, None], weights, 0.0).expand(-1, len(self._shapes))
+        sums = [self._weighted_sum(name, weights[:, i].contiguous(), keep) for i, name in enumerate(self._shapes)]
+        return ClippedSum(self._release(sums, noise, rule.sensitivity(), onto, dtype), self._norms(squares))
+
+    def clamp_sum(self, bound: float, noise: Gaussian | None = None) -> ClippedSum:
+        """Clamp each coordinate of each row to [-bound, bound], sum over samples, add noise.
+
+        Sensitivity under add-remove: `bound` in each coordinate, so bound * sqrt(d) in L2 norm for d coordinates in
+        all; twice that under replace-one.
+        """
+        limit = checks.number("bound", bound, low=0, finite=False)
+        squares, uppers = self._squares()
+        keep = uppers.sum(1).isfinite()
+        sums = []
+        for name, shape in self._shapes.items():
+            total = self._zeros(shape.size.numel())
+            for part in self._parts[name]:
+                matrix = factors.zero_samples(part.matrix, keep)
+                lines = total.new_zeros(matrix.height, matrix.width)
+                for samples, low, high in factors.pieces(matrix):
+                    lines[low:high] += factors.block(matrix, samples, low, high).clamp(-limit, limit).sum(0)
+                _add(total, part.place, lines)
+            sums.append(total.view(shape.size))
+        width = sum(shape.size.numel() for shape in self._shapes.values())
+        sensitivity = limit * math.sqrt(width) if width else 0.0
+        return ClippedSum(self._release(sums, noise, sensitivity), self._norms(squares))
+
+    def weighted_sums(self, weights: Tensor) -> dict[str, Tensor]:
+        """sum_i weights_i row_i, without clipping or noise: NOT private. In float64."""
+        keep = torch.ones(self.batch_size, dtype=torch.bool, device=weights.device)
+        return {name: self._weighted_sum(name, weights.double(), keep) for name in self._shapes}
+
+    def sizes(self, weights: Tensor) -> dict[str, float]:
+        """For each parameter, sum_i |weights_i| N_i, with N_i the norms of row i's addends: NOT private."""
+        return {
+            name: sum(float((factors.sizes(part.matrix) * weights.abs()).sum()) for part in parts)
+            for name, parts in self._parts.items()
+        }
+
+    def __sub__(self, other: PerSample) -> PerSample:
+        if not isinstance(other, PerSample):
+            return NotImplemented
+        self._check_other(other)
+        parts = {
+            name: _difference(shape, self._parts[name], other._parts[name], self.batch_size)
+            for name, shape in self._shapes.items()
+        }
+        return PerSample(self.batch_size, self._shapes, parts)
+
+    def __mul__(self, scale: Any) -> PerSample:
+        number = checks.number("scale", scale, low=-math.inf)
+        parts = {
+            name: [Part(part.place, factors.scaled(part.matrix, number)) for part in parts]
+            for name, parts in self._parts.items()
+        }
+        return PerSample(self.batch_size, self._shapes, parts)
+
+    __rmul__ = __mul__
+
+    def __neg__(self) -> PerSample:
+        return self * -1.0
+
+    def _zeros(self, *size: int) -> Tensor:
+        device = next(iter(self._shapes.values())).device if self._shapes else torch.device("cpu")
+        return torch.zeros(size, dtype=torch.float64, device=device)
+
+    def _check_other(self, other: PerSample) -> None:
+        if not isinstance(other, PerSample):
+            raise ValueError(f"other: got a {type(other).__name__}, must be a PerSample")
+        if other.batch_size != self.batch_size:
+            raise ValueError(f"other: has {other.batch_size} samples, must have {self.batch_size}")
+        if {n: s.size for n, s in other._shapes.items()} != {n: s.size for n, s in self._shapes.items()}:
+            raise ValueError("other: is over other parameters, must be over those of this PerSample")
+
+    def _squares(self) -> tuple[Tensor, Tensor]:
+        """Norm^2 of each row in each parameter, and the same rounded up: [B, parameters] in float64."""
+        squares, uppers = (
+            self._zeros(self.batch_size, len(self._shapes)),
+            self._zeros(self.batch_size, len(self._shapes)),
+        )
+        for i, name in enumerate(self._shapes):
+            for part in self._parts[name]:
+                square, upper = factors.squared_norms(part.matrix)
+                squares[:, i] += square
+                uppers[:, i] += upper
+        return squares, uppers
+
+    def _weighted_sum(self, name: str, weights: Tensor, keep: Tensor) -> Tensor:
+        shape = self._shapes[name]
+        total = self._zeros(shape.size.numel())
+        for part in self._parts[name]:
+            _add(total, part.place, factors.weighted_sum(factors.zero_samples(part.matrix, keep), weights))
+        return total.view(shape.size)
+
+    def _norms(self, squares: Tensor) -> Tensor:
+        wide = any(shape.dtype == torch.float64 for shape in self._shapes.values())
+        return squares.sum(1).clamp(min=0).sqrt().to(torch.float64 if wide else torch.float32)
+
+    def _check_sums(self, onto: Mapping[str, Tensor] | None) -> None:
+        if onto is not None and {n: t.shape for n, t in onto.items()} != {n: s.size for n, s in self._shapes.items()}:
+            raise ValueError("onto: has other names or shapes, must be a sum over the parameters of this PerSample")
+
+    def _release(
+        self,
+        sums: list[Tensor],
+        noise: Gaussian | None,
+        sensitivity: float,
+        onto: Mapping[str, Tensor] | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> dict[str, Tensor]:
+        if onto is not None:
+            sums = [total + onto[name] for name, total in zip(self._shapes, sums, strict=True)]
+        stream, std = take_release(noise, sensitivity)
+        if stream is not None and sums:
+            torch.ops.dpkernels.add_gaussian_(sums, stream, std)
+        return {
+            name: total.to(dtype or wide_type(shape.dtype))
+            for (name, shape), total in zip(self._shapes.items(), sums, strict=True)
+        }
+
+
+def _add(total: Tensor, place: Place | None, lines: Tensor) -> None:
+    """total, a flat parameter, += lines at their place."""
+    if place is None:
+        total += lines.flatten()
+    else:
+        place.of(total).add_(lines.view(place.size))
+
+
+def _formed(shape: Shape, parts: list[Part], batch: int) -> Tensor:
+    """The rows of one parameter, [B, *size] in float64."""
+    total = torch.zeros((batch, shape.size.numel()), dtype=torch.float64, device=shape.device)
+    for part in parts:
+        for samples, low, high in factors.pieces(part.matrix):
+            lines = factors.block(part.matrix, samples, low, high)
+            target = total[samples]
+            if part.place is None:
+                width = part.matrix.width
+                target[:, low * width : high * width] += lines.flatten(1)
+            else:
+                whole = lines.new_zeros((len(lines), part.matrix.height, part.matrix.width))
+                whole[:, low:high] = lines
+                view = part.place.of(target)
+                view += whole.view(view.shape)
+    return total.view(batch, *shape.size)
+
+
+def _separate(shape: Shape, parts: list[Part], batch: int) -> list[Part]:
+    """The parts, if no two of them share an element of the parameter; else one dense part that is their sum.
+
+    A row is what is stored: where parts overlap, the dense sum as rounded is the row from here on.
+    """
+    if len(parts) <= 1:
+        return parts
+    taken = torch.zeros(shape.size.numel(), dtype=torch.bool)
+    for part in parts:
+        view = taken if part.place is None else part.place.of(taken)
+        if view.any():
+            return [_dense_part(shape, parts, batch)]
+        view.fill_(True)
+    return parts
+
+
+def _dense_part(shape: Shape, parts: list[Part], batch: int) -> Part:
+    height, width = shape.matrix
+    values = _formed(shape, parts, batch).view(batch, height, width).to(wide_type(shape.dtype))
+    return Part(None, factors.Matrix(batch, height, width, dense=factors.Dense(values)))
+
+
+def _matched(shape: Shape, mine: list[Part], theirs: list[Part]) -> list[tuple[factors.Matrix, factors.Matrix]]:
+    """Pairs of matrices whose inner products add up to that of the two lists."""
+    if not mine or not theirs:
+        return []
+    if _same_places(mine, theirs):
+        return [(a.matrix, b.matrix) for a, b in zip(mine, theirs, strict=True)]
+    batch = mine[0].matrix.batch
+    return [(_dense_part(shape, mine, batch).matrix, _dense_part(shape, theirs, batch).matrix)]
+
+
+def _same_places(mine: list[Part], theirs: list[Part]) -> bool:
+    return [(p.place, p.matrix.height, p.matrix.width) for p in mine] == [
+        (p.place, p.matrix.height, p.matrix.width) for p in theirs
+    ]
+
+
+def _difference(shape: Shape, mine: list[Part], theirs: list[Part], batch: int) -> list[Part]:
+    if not mine and not theirs:
+        return []
+    if _same_places(mine, theirs):
+        return [Part(a.place, factors.difference(a.matrix, b.matrix)) for a, b in zip(mine, theirs, strict=True)]
+    both = [*mine, *(Part(p.place, factors.scaled(p.matrix, -1.0)) for p in theirs)]
+    return [_dense_part(shape, both, batch)] if len(both) > 1 else both

@@ -1,0 +1,318 @@
+"""How a model's run becomes a PerSample: one forward, one backward, no ordinary weight gradient.
+
+Parameters are swapped for `Tracked` stand-ins during forward *and* backward (checkpointed segments recompute there).
+Every torch function the model calls passes through `_Recorder`: it follows which tensors hold samples, and hands ops
+that touch a parameter to the rules. See `dpkernels.tape`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from dpkernels.assemble import assemble
+from dpkernels.nested import flat_tensors, map_tensors
+from dpkernels.per_sample import PerSample
+from dpkernels.rules import RULES
+from dpkernels.rules.broadcast import expanded
+from dpkernels.rules.fallback import fallback
+from dpkernels.rules.norm import refuse_mixing
+from dpkernels.tape import Plan, RecordingError, Tape, Tracked
+
+LossFunction = Callable[[Any, Any], Tensor]
+
+
+class _Recorder(TorchFunctionMode):
+    """Sees every torch function while a model runs."""
+
+    def __init__(self, tape: Tape) -> None:
+        super().__init__()
+        self.tape = tape
+        tape.mode = self
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tape, kwargs = self.tape, kwargs or {}
+        if any(issubclass(t, Tracked) for t in types):
+            return tape.run(func, args, kwargs)
+        if func is torch.autograd.backward and tape.in_backward:  # of a reentrant checkpoint
+            with self:
+                return _backward(*args, **kwargs)
+        if func in tape.replaced:
+            result = tape.replaced[func](*args, **kwargs)
+        else:
+            refuse_mixing(func, args, kwargs)
+            result = func(*args, **kwargs)
+        _propagate(tape, func, args, kwargs, result)
+        return result
+
+
+def _backward(tensors: Any, grad_tensors: Any = None, *_: Any, **__: Any) -> None:
+    """torch.autograd.backward, which as a torch function would switch the recorder off while it runs."""
+    roots = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
+    grads = (grad_tensors,) if isinstance(grad_tensors, Tensor) else grad_tensors or (None,) * len(roots)
+    seeds = tuple(torch.ones_like(t) if g is None else g for t, g in zip(roots, grads, strict=True))
+    engine = torch.autograd.Variable._execution_engine
+    engine.run_backward(roots, seeds, False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+def _run(tape: Tape, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """An op with a parameter among its arguments."""
+    tensors = list(flat_tensors((args, kwargs)))
+    name = getattr(func, "__name__", "")
+    _refuse_writing(name, args, kwargs)
+    refuse_mixing(func, args, kwargs)
+    if not torch.is_grad_enabled():
+        result = func(*map_tensors(_detached, args), **map_tensors(_detached, kwargs))
+    elif not any(tape.holds_samples(t) for t in tensors):
+        copies = expanded(tape, func, args, kwargs)
+        return _derive(tape, func, name, tensors, args, kwargs) if copies is None else copies
+    else:
+        tape.op = name
+        rule = RULES.get(func)
+        result = fallback(tape, func, args, kwargs) if rule is None else rule(tape, *args, **kwargs)
+    _propagate(tape, func, args, kwargs, result)
+    return result
+
+
+def _derive(tape: Tape, func: Any, name: str, tensors: list[Tensor], args: Any, kwargs: Any) -> Any:
+    """An op on parameters and constants alone: its results are derived parameters."""
+    parents = [t for t in tensors if isinstance(t, Tracked)]
+    if func in (Tensor.contiguous, Tensor.clone, torch.clone):
+        return parents[0]  # nobody may write into it, so it needs no copy
+    values = {id(t._value): t for t in parents}
+    leaves = tuple(dict.fromkeys(leaf for t in parents for leaf in t._leaves))
+    # Hooks of a checkpoint must not take what this op saves: its backward runs after the model's.
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        result = func(*map_tensors(_value, args), **map_tensors(_value, kwargs))
+
+    def wrap(t: Tensor) -> Tensor:
+        if id(t) in values:
+            return values[id(t)]
+        if not t.requires_grad:
+            tape.mark(t, False)
+            return t
+        derived = Tracked(t, tape, f"{name}({', '.join(leaves)})", leaves)
+        plainly = func is F.embedding and not kwargs and all(not option for option in (*args[2:3], *args[3:4]))
+        if plainly and isinstance(args[1], Tracked) and not isinstance(args[0], Tracked) and args[2:3] != (0,):
+            derived._lookup = (args[1], args[0])
+        return derived
+
+    return map_tensors(wrap, result) if isinstance(result, Tensor | list | tuple) else result
+
+
+def _writes(name: str) -> bool:
+    """Whether an op of this name writes into its first argument."""
+    if name.startswith("__"):
+        return name in _WRITING
+    return name.endswith("_") and name != "requires_grad_"
+
+
+_WRITING = {"__setitem__", "__set__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__imod__"}
+_WRITING |= {"__iand__", "__ior__", "__ixor__", "__ifloordiv__", "__ilshift__", "__irshift__"}
+
+
+def _refuse_writing(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    if _writes(name) and name != "__setitem__" and args and isinstance(args[0], Tracked):
+        raise RecordingError(
+            f"parameter {args[0]._label}: is written in place by {name} during forward; make a new tensor"
+        )
+    if name == "__setitem__" or kwargs.get("out") is not None:
+        label = next(t._label for t in flat_tensors((list(args), kwargs)) if isinstance(t, Tracked))
+        raise RecordingError(
+            f"parameter {label}: is written by index ({name}); build the tensor with torch.cat, stack or where instead"
+        )
+
+
+def _detached(t: Tensor) -> Tensor:
+    return t._value.detach() if isinstance(t, Tracked) else t
+
+
+def _value(t: Tensor) -> Tensor:
+    return t._value if isinstance(t, Tracked) else t
+
+
+def _propagate(tape: Tape, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+    """Results of an op on samples hold samples; so does what it wrote into."""
+    operands = [t for t in flat_tensors((list(args), kwargs)) if tape.holds_samples(t)]
+    name = getattr(func, "__name__", "")
+    if not operands:
+        for t in flat_tensors(result):
+            if tape.mark_of(t) is None:
+                tape.mark(t, False)
+        return
+    if _writes(name):
+        if args and isinstance(args[0], Tensor):
+            tape.mark(args[0], True)
+        return
+    lines = _lines(tape, func, args, kwargs, operands)
+    for t in flat_tensors(result):
+        fits = lines is not None and t.dim() > 0 and t.shape[0] == len(lines)
+        tape.mark(t, lines if fits and lines is not None else True)
+
+
+def _lines(tape: Tape, func: Any, args: Sequence[Any], kwargs: Any, operands: list[Tensor]) -> Tensor | None:
+    """For results whose dim 0 is not simply the samples in order: which sample each line belongs to."""
+    index = None
+    if func is Tensor.__getitem__:
+        index = args[1][0] if isinstance(args[1], tuple) and args[1] else args[1]
+    elif func in (torch.index_select, Tensor.index_select) and len(args) == 3 and args[1] == 0:
+        index = args[2]
+    if isinstance(index, Tensor) and index.dim() == 1 and tape.holds_samples(args[0]) and not index.is_floating_point():
+        x = args[0]
+        lines = tape.lines_of(x)
+        if lines is None:
+            if x.shape[0] % tape.batch and (x.dim() < 2 or x.shape[1] != tape.batch):
+                return None
+            layout = tape.layout(x, min(x.dim(), 2), "indexing")
+            if layout.dim == 1:
+                return None
+            lines = torch.arange(tape.batch, device=x.device).repeat_interleave(layout.rows)
+        return lines[index]
+    if func in (torch.cat, torch.concat) and (args[1] if len(args) > 1 else kwargs.get("dim", 0)) == 0:
+        parts = [tape.lines_of(t) for t in args[0]]
+        known = [p for p in parts if p is not None]
+        return torch.cat(known) if len(known) == len(parts) else None
+    if any(tape.mark_of(t) is True and t.dim() > 0 and t.shape[0] == tape.batch for t in operands):
+        return None
+    return next((lines for t in operands if (lines := tape.lines_of(t)) is not None), None)
+
+
+_Held = tuple[dict[str, Any], str, Any]  # a module's dict, a name in it, and what stood there
+
+
+@contextlib.contextmanager
+def swapped(model: nn.Module, replacements: Mapping[int, Tensor]) -> Iterator[list[_Held]]:
+    """Parameters and buffers (by id) replaced wherever the modules hold them."""
+    undo: list[_Held] = []
+    flat: list[tuple[Any, list[Any]]] = []
+    loose = [(module, {k: v for k, v in vars(module).items() if isinstance(v, Tensor)}) for module in model.modules()]
+    try:
+        for module in model.modules():
+            held: dict[str, Any]
+            for held in (module._parameters, module._buffers):
+                for name, tensor in held.items():
+                    if id(tensor) in replacements:
+                        undo.append((held, name, tensor))
+            if isinstance(module, nn.RNNBase):  # keeps a list of its own, which would go stale
+                flat.append((module, module._flat_weights))
+        for held, name, tensor in undo:
+            held[name] = replacements[id(tensor)]
+        for module, weights in flat:
+            module.__dict__["_flat_weights"] = [replacements.get(id(w), w) for w in weights]
+        yield undo
+    finally:
+        for held, name, tensor in undo:
+            held[name] = tensor
+        for module, weights in flat:
+            module.__dict__["_flat_weights"] = weights
+        for module, tensors in loose:  # weight_norm by hooks leaves the weight it made on the module
+            for name in [k for k, v in vars(module).items() if isinstance(v, Tracked)]:
+                vars(module).pop(name)
+                vars(module).update({name: tensors[name]} if name in tensors else {})
+
+
+def call(model: Callable[..., Any], inputs: Any) -> Any:
+    """The model on a tensor, a tuple (as arguments) or a dict (as keywords)."""
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, list | tuple) else model(inputs)
+
+
+def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that train, each once, under its first name."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def record(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    inputs: Any,
+    targets: Any,
+    batch: int,
+    *,
+    plan: Plan | None = None,
+    weights: Tensor | None = None,
+    buffers: Mapping[int, Tensor] | None = None,
+    replaced: Mapping[Any, Callable[..., Any]] | None = None,
+    inspect: Callable[[Tape], None] | None = None,
+) -> PerSample:
+    """Run forward and backward once; the rows are gradients of weights_i * loss_i (weights are 1 unless given).
+
+    The rest is for the self-check: stand-ins for buffers and for random ops, and a look at the tape.
+    """
+    parameters = trainable(model)
+    tape = Tape(batch, _run, plan)
+    tape.replaced = replaced or {}
+    leaves = {name: p.detach().requires_grad_() for name, p in parameters.items()}
+    swaps: dict[int, Tensor] = dict(buffers or {})
+    for name, p in parameters.items():
+        swaps[id(p)] = Tracked(leaves[name], tape, name, (name,), is_param=True)
+    for t in (*model.parameters(), *model.buffers(), *(buffers or {}).values()):
+        if not t.requires_grad:
+            tape.constants.add(id(t))
+    for t in flat_tensors((inputs, targets)):
+        tape.mark(t, t.dim() > 0)
+    kept = {name: p.grad for name, p in parameters.items()}
+    for p in parameters.values():
+        p.grad = None
+    try:
+        with torch.enable_grad(), torch.inference_mode(False), swapped(model, swaps) as held, _Recorder(tape):
+            losses = loss_fn(call(model, inputs), targets)
+            _refuse_changed(held, swaps)
+            check_losses(losses, batch)
+            tape.in_backward = True
+            if losses.requires_grad:
+                _backward(losses, torch.ones_like(losses) if weights is None else weights.to(losses))
+        _refuse_leaks(tape, parameters)
+        if inspect is not None:
+            inspect(tape)
+        return assemble(tape, leaves)
+    finally:
+        tape.close()
+        for name, p in parameters.items():
+            p.grad = kept[name]
+
+
+def check_losses(losses: Any, batch: int) -> None:
+    """One loss for each sample, or an error."""
+    if not isinstance(losses, Tensor):
+        raise RecordingError(
+            f"loss_fn: returned a {type(losses).__name__}, must return a tensor with one loss per sample"
+        )
+    if losses.shape != (batch,):
+        cure = "use reduction='none'" if losses.dim() == 0 else "reduce each sample's losses to one"
+        raise RecordingError(
+            f"loss_fn: returned shape {tuple(losses.shape)}, must be one loss per sample, ({batch},); {cure}"
+        )
+
+
+def _refuse_changed(held: list[_Held], swaps: Mapping[int, Tensor]) -> None:
+    for where, name, tensor in held:
+        now = where.get(name)
+        if now is not swaps[id(tensor)] or (not isinstance(now, Tracked) and now._version > 0):
+            raise RecordingError(
+                f"{name}: changes during forward; what it learns from samples would be released without noise. Use "
+                "layers without running statistics, or put them in eval mode"
+            )
+
+
+def _refuse_leaks(tape: Tape, parameters: Mapping[str, nn.Parameter]) -> None:
+    for name, p in parameters.items():
+        if p.grad is not None:
+            raise RecordingError(
+                f"parameter {name}: got a gradient that bypasses recording: the model (or loss_fn) uses it otherwise "
+                "than as an attribute of its module. Use it through the module"
+            )
+    with torch._C.DisableTorchFunctionSubclass():
+        leaked = [t._label for t in tape.tracked if t.grad is not None]
+    if leaked:
+        raise RecordingError(
+            f"parameter {leaked[0]}: got a gradient that bypasses recording, from a custom autograd.Function or C++ "
+            "code. Write that part with ordinary torch ops"
+        )

@@ -1,0 +1,158 @@
+"""Normalisation layers: scale and shift are Dense terms, from the normalised input."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dpkernels.rules.fallback import fallback
+from dpkernels.rules.registry import named, plain, reduced, rule, tracked
+from dpkernels.tape import RecordingError, Tape, Tracked
+
+
+@rule(F.layer_norm, torch.layer_norm)
+def layer_norm(
+    tape: Tape,
+    input: Any,
+    normalized_shape: Sequence[int],
+    weight: Any = None,
+    bias: Any = None,
+    eps: float = 1e-5,
+    cudnn_enable: bool = True,
+) -> Any:
+    """y = w * normalised(x) + b over the last dimensions."""
+
+    def normalise(x: Tensor, w: Any = None, b: Any = None) -> Tensor:
+        return F.layer_norm(x, tuple(normalized_shape), w, b, eps)
+
+    return _over_last(tape, "layer_norm", normalise, input, len(normalized_shape), weight, bias)
+
+
+@rule(F.rms_norm, torch.rms_norm)
+def rms_norm(
+    tape: Tape, input: Any, normalized_shape: Sequence[int], weight: Any = None, eps: float | None = None
+) -> Any:
+    """y = w * x / rms(x) over the last dimensions."""
+
+    def normalise(x: Tensor, w: Any = None, b: Any = None) -> Tensor:
+        return F.rms_norm(x, tuple(normalized_shape), w, eps)
+
+    return _over_last(tape, "rms_norm", normalise, input, len(normalized_shape), weight, None)
+
+
+@rule(F.group_norm, torch.group_norm)
+def group_norm(
+    tape: Tape,
+    input: Any,
+    num_groups: int,
+    weight: Any = None,
+    bias: Any = None,
+    eps: float = 1e-5,
+    cudnn_enabled: bool = True,
+) -> Any:
+    """y = w * normalised(x) + b, one w and b for each channel."""
+
+    def normalise(x: Tensor, w: Any = None, b: Any = None) -> Tensor:
+        return F.group_norm(x, num_groups, w, b, eps)
+
+    return _over_channels(tape, "group_norm", normalise, input, weight, bias)
+
+
+@rule(F.instance_norm)
+def instance_norm(
+    tape: Tape,
+    input: Any,
+    running_mean: Any = None,
+    running_var: Any = None,
+    weight: Any = None,
+    bias: Any = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Any:
+    """As group_norm with a group for each channel, or with running statistics as constants."""
+
+    def normalise(x: Tensor, w: Any = None, b: Any = None) -> Tensor:
+        return F.instance_norm(x, running_mean, running_var, w, b, use_input_stats, momentum, eps)
+
+    return _over_channels(tape, "instance_norm", normalise, input, weight, bias)
+
+
+@rule(F.batch_norm)
+def batch_norm(
+    tape: Tape,
+    input: Any,
+    running_mean: Any,
+    running_var: Any,
+    weight: Any = None,
+    bias: Any = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Any:
+    """With running statistics as constants."""
+
+    def normalise(x: Tensor, w: Any = None, b: Any = None) -> Tensor:
+        return F.batch_norm(x, running_mean, running_var, w, b, False, momentum, eps)
+
+    return _over_channels(tape, "batch_norm", normalise, input, weight, bias)
+
+
+def refuse_mixing(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Refuse norm layers that take statistics over the batch or keep running ones of it."""
+    if func is F.batch_norm and (args[5] if len(args) > 5 else kwargs.get("training", False)):
+        raise RecordingError(
+            "batch_norm in training mode: mixes the samples of a batch, so no sample has a gradient of its own. "
+            "Replace it by GroupNorm or LayerNorm, or put it in eval mode"
+        )
+    if func is F.instance_norm and (args[5] if len(args) > 5 else kwargs.get("use_input_stats", True)):
+        mean = args[1] if len(args) > 1 else kwargs.get("running_mean")
+        if mean is not None:
+            raise RecordingError(
+                "instance_norm with running statistics in training mode: they mix the samples of a batch and are "
+                "released without noise. Use track_running_stats=False, or put it in eval mode"
+            )
+
+
+def _over_last(
+    tape: Tape, name: str, normalise: Callable[..., Tensor], input: Any, event: int, weight: Any, bias: Any
+) -> Any:
+    if tracked(input):
+        return fallback(tape, normalise, (input, weight, bias), {})
+    layout = tape.layout(input, input.dim() - event, named(name, weight, bias))
+
+    def write(saved: tuple[Tensor, ...], gradients: tuple[Tensor | None, ...]) -> None:
+        (g,) = gradients
+        assert g is not None
+        if isinstance(weight, Tracked):
+            tape.add_dense(weight, reduced(tape, g * normalise(saved[0]), layout, event))
+        if isinstance(bias, Tracked):
+            tape.add_dense(bias, reduced(tape, g, layout, event))
+
+    output = normalise(input, plain(weight), plain(bias))
+    return tape.tap((output,), (input,) if tracked(weight) else (), write)[0]
+
+
+def _over_channels(tape: Tape, name: str, normalise: Callable[..., Tensor], input: Any, weight: Any, bias: Any) -> Any:
+    if tracked(input) or input.dim() < 2:
+        return fallback(tape, normalise, (input, weight, bias), {})
+    layout = tape.layout(input, 1, named(name, weight, bias))
+
+    def by_channel(g: Tensor) -> Tensor:
+        wide = g if g.element_size() >= 4 else g.float()
+        return reduced(tape, wide.flatten(2).sum(2) if g.dim() > 2 else wide, layout, 1)
+
+    def write(saved: tuple[Tensor, ...], gradients: tuple[Tensor | None, ...]) -> None:
+        (g,) = gradients
+        assert g is not None
+        if isinstance(weight, Tracked):
+            tape.add_dense(weight, by_channel(g * normalise(saved[0])))
+        if isinstance(bias, Tracked):
+            tape.add_dense(bias, by_channel(g))
+
+    output = normalise(input, plain(weight), plain(bias))
+    return tape.tap((output,), (input,) if tracked(weight) else (), write)[0]

@@ -1,0 +1,47 @@
+"""Which rule serves which op, and what rules have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from dpkernels.tape import Tape, Tracked
+
+Rule = Callable[..., Any]  # (tape, *the op's arguments), at least one of them Tracked, at least one holding samples
+RULES: dict[Any, Rule] = {}
+_R = TypeVar("_R", bound=Rule)
+
+
+def rule(*ops: Any) -> Callable[[_R], _R]:
+    """Register a function as the rule of these ops."""
+
+    def register(function: _R) -> _R:
+        RULES.update(dict.fromkeys(ops, function))
+        return function
+
+    return register
+
+
+def plain(x: Any) -> Any:
+    """A Tracked's value, cut off from autograd; anything else as it is."""
+    return x._value.detach() if isinstance(x, Tracked) else x
+
+
+def tracked(*xs: Any) -> bool:
+    """Whether any of these is a parameter."""
+    return any(isinstance(x, Tracked) for x in xs)
+
+
+def named(op: str, *xs: Any) -> str:
+    """The op and its parameters, for errors."""
+    labels = [x._label for x in xs if isinstance(x, Tracked)]
+    return f"{op} with parameter {', '.join(labels)}"
+
+
+def reduced(tape: Tape, gradient: Tensor, layout: Any, event: int) -> Tensor:
+    """A gradient summed over all but the sample and its last `event` dimensions, at least in float32."""
+    by_sample = tape.by_sample(gradient, layout, event)
+    wide = by_sample if by_sample.element_size() >= 4 else by_sample.float()
+    return wide.sum(1)

@@ -1,0 +1,296 @@
+"""What a recording writes down: tracked parameters, which tensors hold samples and where, and the terms.
+
+A `Tracked` stands for a parameter, or for something made of parameters and constants alone (a *derived* parameter: a
+view, an exponential, merged low-rank weights), while a model runs. An op that brings one together with samples goes to
+a rule (`dpkernels.rules`). A rule runs the op on plain tensors, so that autograd itself finds the input's gradient and
+never an ordinary weight gradient, and puts a *tap* on the output: when the output's gradient arrives, the tap turns it
+into terms of `dpkernels.factors`.
+
+Which tensors hold samples is followed from the inputs through every op; constants (buffers, frozen parameters, what
+the model makes itself) are so by descent, never by shape. Where in a tensor the sample is can only be read off its
+shape; `dpkernels.self_check` proves that reading, and its result is the plan for later runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from dpkernels.factors import Dense, Term
+from dpkernels.nested import flat_tensors
+
+Plan = dict[str, set[str]]  # op and parameter: kinds of Layout
+
+
+class RecordingError(ValueError):
+    """A model, or an op in it, whose per-sample gradients cannot be had exactly."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the samples are: dimension `dim`, in dim 0 with `rows` consecutive lines for each.
+
+    `lines`, if given, says for each line of dim 0 which sample it belongs to (a routed part of a batch).
+    """
+
+    dim: int = 0
+    rows: int = 1
+    lines: Tensor | None = field(default=None, compare=False)
+
+    @property
+    def kind(self) -> str:
+        """What does not depend on sizes: the layouts of one op in two runs of a model are of one kind."""
+        return "lines" if self.lines is not None else f"dim {self.dim}" if self.rows == 1 else "rows"
+
+
+class Tracked(Tensor):
+    """A parameter, or something derived from parameters, under recording."""
+
+    _value: Tensor  # plain; its autograd graph leads to the plain leaves
+    _tape: Tape
+    _label: str
+    _leaves: tuple[str, ...]
+    _is_param: bool
+    _lookup: tuple[Tracked, Tensor] | None  # where this is lines of another parameter, and which
+
+    @staticmethod
+    def __new__(cls, value: Tensor, tape: Tape, label: str, leaves: tuple[str, ...], is_param: bool = False) -> Tracked:
+        """Wrap `value`."""
+        self: Tracked = Tensor._make_wrapper_subclass(
+            cls,
+            value.size(),
+            strides=value.stride(),
+            storage_offset=value.storage_offset(),
+            dtype=value.dtype,
+            layout=value.layout,
+            device=value.device,
+            requires_grad=True,
+        )
+        self._value, self._tape, self._label, self._leaves = value, tape, label, leaves
+        self._is_param = is_param  # what isinstance(x, nn.Parameter) asks
+        self._lookup = None
+        tape.tracked.append(self)
+        return self
+
+    def __init__(self, *_: object, **__: object) -> None:
+        pass
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"Tracked({self._label}, {tuple(self._value.shape)})"
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        for x in flat_tensors((args, kwargs)):
+            if isinstance(x, Tracked):
+                return x._tape.run(func, args, kwargs or {})
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        names = sorted({x._label for x in flat_tensors((args, kwargs)) if isinstance(x, Tracked)})
+        raise RecordingError(
+            f"parameter {', '.join(names)}: reached {func} without passing through a recorded op; a custom "
+            "autograd.Function or C++ code uses it directly. Write that part with ordinary torch ops"
+        )
+
+
+class Tape:
+    """One recording: of a forward and its backward, over `batch` samples."""
+
+    def __init__(self, batch: int, run: Callable[..., Any], plan: Plan | None = None) -> None:
+        self.batch = batch
+        self.plan = plan  # proven in an earlier run; None to go by shapes alone
+        self.seen: Plan = {}
+        self.in_backward = False
+        self.replaced: Mapping[Any, Callable[..., Any]] = {}  # stand-ins for random ops, while checking
+        self.op = ""  # that runs, or whose tap writes
+        self.ops: dict[int, set[str]] = {}  # by parameter
+        self.tracked: list[Tracked] = []
+        self.terms: dict[int, list[Term]] = {}
+        self.aligned: dict[int, list[Tensor]] = {}  # gradients [B, ...] of derived parameters whose dim 0 is the sample
+        self.constants: set[int] = set()
+        self.anchor = torch.zeros((), requires_grad=True)
+        self.mode: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        self._run = run
+        self._token = object()  # marks outlive the recording on tensors that do; they must not count in another
+
+    def close(self) -> None:
+        """Let go of all tensors: tape, stand-ins and recorder hold one another."""
+        self.tracked, self.terms, self.aligned = [], {}, {}
+        self.mode = contextlib.nullcontext()
+
+    def run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """An op that has a Tracked among its arguments."""
+        return self._run(self, func, args, kwargs)
+
+    def add(self, parameter: Tracked, term: Term) -> None:
+        """A term of the parameter's rows."""
+        cut = type(term)(*(getattr(term, f.name).detach() for f in fields(term)))  # activations carry graphs
+        self.terms.setdefault(id(parameter), []).append(cut)
+        self.ops.setdefault(id(parameter), set()).add(self.op)
+
+    def add_dense(self, parameter: Tracked, values: Tensor) -> None:
+        """A term that is a tensor [B, *parameter shape]."""
+        shape = parameter._value.shape
+        height = shape[0] if shape else 1
+        self.add(parameter, Dense(values.reshape(self.batch, height, shape[1:].numel())))
+
+    def add_aligned(self, parameter: Tracked, gradient: Tensor) -> None:
+        """The gradient of a derived parameter of which sample i uses line i alone."""
+        self.aligned.setdefault(id(parameter), []).append(gradient.detach())
+        self.ops.setdefault(id(parameter), set()).add(self.op)
+
+    # Which tensors hold samples ---------------------------------------------------------------------------------
+
+    def holds_samples(self, t: Any) -> bool:
+        """Whether a tensor depends on samples."""
+        if not isinstance(t, Tensor) or isinstance(t, Tracked):
+            return False
+        mark = self.mark_of(t)
+        if mark is not None or id(t) in self.constants:
+            return mark is not None and mark is not False
+        # A tensor of unknown descent. Backward has them: what a reentrant checkpoint kept.
+        return self.in_backward and t.dim() > 0 and t.shape[0] % self.batch == 0
+
+    def mark(self, t: Any, samples: bool | Tensor) -> None:
+        """Note that a tensor holds samples, or does not; a tensor says for each line of dim 0 which sample it is of."""
+        if isinstance(t, Tensor) and not isinstance(t, Tracked):
+            t._dpk_mark = (self._token, samples)  # type: ignore[attr-defined]
+
+    def mark_of(self, t: Tensor) -> bool | Tensor | None:
+        """What was noted about a tensor in this recording."""
+        token, samples = getattr(t, "_dpk_mark", (None, None))
+        if token is not self._token:
+            return None
+        return True if isinstance(samples, Tensor) and len(samples) != t.shape[:1].numel() else samples
+
+    def lines_of(self, t: Tensor) -> Tensor | None:
+        """For each line of dim 0, which sample it belongs to, where that is not simply its place."""
+        mark = self.mark_of(t)
+        return mark if isinstance(mark, Tensor) else None
+
+    def layout(self, t: Tensor, lead: int, what: str) -> Layout:
+        """Where the samples are among the first `lead` dimensions of `t`; `what` names it in errors."""
+        lines = self.lines_of(t)
+        if lines is not None and lead > 0:
+            return self._choose([Layout(lines=lines)], t, what)
+        candidates = []
+        if lead > 0 and t.shape[0] == self.batch:
+            candidates.append(Layout(0))
+        if lead > 1 and t.shape[1] == self.batch:
+            candidates.append(Layout(1))
+        if lead > 0 and t.shape[0] != self.batch and t.shape[0] % self.batch == 0:
+            candidates.append(Layout(0, t.shape[0] // self.batch))
+        return self._choose(candidates, t, what)
+
+    def choose_dim(self, candidates: list[int], t: Tensor, what: str) -> int:
+        """One of several dimensions that could be the sample."""
+        return self._choose([Layout(dim) for dim in candidates], t, what).dim
+
+    def _choose(self, candidates: list[Layout], t: Tensor, what: str) -> Layout:
+        if not candidates:
+            raise RecordingError(
+                f"{what}: an operand has shape {tuple(t.shape)}, must have the {self.batch} samples in dim 0 (or in "
+                "dim 1, or as consecutive lines of dim 0). Keep samples in dim 0, without mixing them"
+            )
+        chosen = candidates[0]
+        if self.plan is not None and self.batch > 1 and len(candidates) > 1:
+            planned = [c for c in candidates if c.kind in self.plan.get(what, ())]
+            if len(planned) != 1:
+                raise RecordingError(
+                    f"{what}: an operand has shape {tuple(t.shape)}, where {self.batch} samples can be in more than "
+                    "one dimension, and the check of this model has not settled which. Use another batch size"
+                )
+            chosen = planned[0]
+        self.seen.setdefault(what, set()).add(chosen.kind)
+        return chosen
+
+    def by_sample(self, t: Tensor, layout: Layout, event: int) -> Tensor:
+        """`t` as [B, T, *its last `event` dimensions]."""
+        tail = t.shape[t.dim() - event :]
+        if layout.lines is not None:
+            inner = t.shape[1 : t.dim() - event].numel()
+            return self._gather_lines(t.reshape(t.shape[0], inner, *tail), layout.lines)
+        if layout.dim == 1:
+            t = t.transpose(0, 1)
+        count = t.shape[: t.dim() - event].numel() // self.batch
+        return t.reshape(self.batch, count, *tail)
+
+    def _gather_lines(self, t: Tensor, lines: Tensor) -> Tensor:
+        """Lines [n, k, ...] of samples `lines` as [B, most lines of a sample * k, ...], zeros where there are fewer."""
+        order = lines.argsort(stable=True)
+        counts = torch.bincount(lines, minlength=self.batch)
+        most = int(counts.max()) if len(counts) else 0
+        first = counts.cumsum(0) - counts
+        place = torch.arange(len(lines), device=t.device) - first[lines[order]]
+        result = t.new_zeros((self.batch, most, *t.shape[1:]))
+        result[lines[order], place] = t[order]
+        return result.flatten(1, 2)
+
+    # Taps -------------------------------------------------------------------------------------------------------
+
+    def tap(
+        self,
+        outputs: tuple[Tensor, ...],
+        saved: tuple[Tensor, ...],
+        write: Callable[[tuple[Tensor, ...], tuple[Tensor | None, ...]], None],
+        kind: Literal["fresh", "kept", "view"] = "fresh",
+    ) -> tuple[Tensor, ...]:
+        """The outputs, with `write(saved, gradients)` called when their gradients arrive.
+
+        An op may have kept its outputs for its own backward: those are copied, so that the model may write into them.
+        `fresh` outputs were not and are handed on; a `view` of a parameter is handed on for reading.
+        """
+        return _Tap.apply(self.anchor, self, write, kind, len(outputs), *outputs, *saved)  # type: ignore[no-any-return]
+
+
+class _Tap(torch.autograd.Function):
+    """Identity on the outputs; its backward writes the terms. Saved tensors obey checkpointing like any op's."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: Tensor, tape: Tape, write: Callable[..., None], kind: str, count: int, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        outputs, saved = tensors[:count], tensors[count:]
+        ctx.save_for_backward(*saved)
+        ctx.set_materialize_grads(False)
+        ctx.tape, ctx.write, ctx.op, ctx.saved_count = tape, write, tape.op, len(saved)
+        if kind == "fresh":
+            ctx.mark_dirty(*outputs)
+            return outputs
+        return tuple(t.view_as(t) if kind == "view" else t.clone() for t in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        if not ctx.tape.in_backward:
+            if torch.is_grad_enabled():
+                raise RecordingError(
+                    "the model differentiates within its forward (create_graph=True): gradients of gradients "
+                    "are not recorded"
+                )
+        elif any(g is not None for g in gradients):
+            saved = ctx.saved_tensors  # a checkpoint recomputes here, recorded
+            with torch._C.DisableTorchFunction(), torch.no_grad(), no_autocast():
+                ctx.tape.op = ctx.op
+                ctx.write(saved, gradients)
+        return (None, None, None, None, None, *gradients, *(None for _ in range(ctx.saved_count)))
+
+
+@contextlib.contextmanager
+def no_autocast() -> Iterator[None]:
+    """Autocast off, for every kind of device it may be on for."""
+    with contextlib.ExitStack() as stack:
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield
