@@ -42,7 +42,7 @@ class _Recorder(TorchFunctionMode):
             return tape.run(func, args, kwargs)
         if func is torch.autograd.backward and tape.in_backward:  # of a reentrant checkpoint
             with self:
-                return _backward(*args, **kwargs)
+                return backward(*args, **kwargs)
         if func in tape.replaced:
             result = tape.replaced[func](*args, **kwargs)
         else:
@@ -52,7 +52,7 @@ class _Recorder(TorchFunctionMode):
         return result
 
 
-def _backward(tensors: Any, grad_tensors: Any = None, *_: Any, **__: Any) -> None:
+def backward(tensors: Any, grad_tensors: Any = None, *_: Any, **__: Any) -> None:
     """torch.autograd.backward, which as a torch function would switch the recorder off while it runs."""
     roots = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
     grads = (grad_tensors,) if isinstance(grad_tensors, Tensor) else grad_tensors or (None,) * len(roots)
@@ -217,6 +217,17 @@ def swapped(model: nn.Module, replacements: Mapping[int, Tensor]) -> Iterator[li
                 vars(module).update({name: tensors[name]} if name in tensors else {})
 
 
+@contextlib.contextmanager
+def running(model: nn.Module, replacements: Mapping[int, Tensor]) -> Iterator[list[_Held]]:
+    """What a forward and backward with replaced parameters run under; compiled models run as they were written."""
+    with contextlib.ExitStack() as stack:
+        if any(type(m).__name__ == "OptimizedModule" or m._compiled_call_impl is not None for m in model.modules()):
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        yield stack.enter_context(swapped(model, replacements))
+
+
 def call(model: Callable[..., Any], inputs: Any) -> Any:
     """The model on a tensor, a tuple (as arguments) or a dict (as keywords)."""
     if isinstance(inputs, Mapping):
@@ -254,21 +265,24 @@ def record(
     for name, p in parameters.items():
         swaps[id(p)] = Tracked(leaves[name], tape, name, (name,), is_param=True)
     for t in (*model.parameters(), *model.buffers(), *(buffers or {}).values()):
+        tape.owned.add(t.untyped_storage().data_ptr())
         if not t.requires_grad:
             tape.constants.add(id(t))
+    with torch.inference_mode(False):
+        inputs, targets = (map_tensors(lambda t: t.clone() if t.is_inference() else t, x) for x in (inputs, targets))
     for t in flat_tensors((inputs, targets)):
         tape.mark(t, t.dim() > 0)
     kept = {name: p.grad for name, p in parameters.items()}
     for p in parameters.values():
         p.grad = None
     try:
-        with torch.enable_grad(), torch.inference_mode(False), swapped(model, swaps) as held, _Recorder(tape):
+        with running(model, swaps) as held, _Recorder(tape):
             losses = loss_fn(call(model, inputs), targets)
             _refuse_changed(held, swaps)
             check_losses(losses, batch)
             tape.in_backward = True
             if losses.requires_grad:
-                _backward(losses, torch.ones_like(losses) if weights is None else weights.to(losses))
+                backward(losses, torch.ones_like(losses) if weights is None else weights.to(losses))
         _refuse_leaks(tape, parameters)
         if inspect is not None:
             inspect(tape)
@@ -281,6 +295,11 @@ def record(
 
 def check_losses(losses: Any, batch: int) -> None:
     """One loss for each sample, or an error."""
+    if isinstance(losses, Tracked):
+        raise RecordingError(
+            "loss_fn: its losses do not come from the inputs by torch ops (but through NumPy?), so that samples could "
+            "not be followed. Use torch ops on the inputs"
+        )
     if not isinstance(losses, Tensor):
         raise RecordingError(
             f"loss_fn: returned a {type(losses).__name__}, must return a tensor with one loss per sample"

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from dpkernels import factors
 from dpkernels.nested import flat_tensors, map_tensors
 from dpkernels.per_sample import PerSample
-from dpkernels.record import LossFunction, call, check_losses, record, swapped, trainable
+from dpkernels.record import LossFunction, backward, call, check_losses, record, running, trainable
 from dpkernels.tape import Plan, RecordingError, Tape
 
 _proven: weakref.WeakKeyDictionary[nn.Module, dict[Any, Plan]] = weakref.WeakKeyDictionary()
@@ -136,11 +136,11 @@ def _plain_gradients(
     leaves = {name: nn.Parameter(p.detach().clone()) for name, p in parameters.items()}
     swaps: dict[int, Tensor] = {id(p): leaves[name] for name, p in parameters.items()}
     swaps |= {id(b): b.clone() for b in model.buffers()}
-    with torch.enable_grad(), torch.inference_mode(False), swapped(model, swaps), _Still():
+    with running(model, swaps), _Still():
         losses = loss_fn(call(model, inputs), targets)
         check_losses(losses, len(weights))
         if losses.requires_grad:
-            torch.autograd.backward(losses, weights.to(losses))
+            backward(losses, weights.to(losses))
     return {name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in leaves.items()}
 
 
@@ -148,6 +148,9 @@ class _Still(torch.overrides.TorchFunctionMode):
     """Random ops held still."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.autograd.backward:  # of a reentrant checkpoint, which runs the model again
+            with self:
+                return backward(*args, **(kwargs or {}))
         return STILL.get(func, func)(*args, **(kwargs or {}))
 
 
@@ -163,6 +166,11 @@ def _attention(*args: Any, **kwargs: Any) -> Tensor:
     return F.scaled_dot_product_attention(*args, **kwargs)
 
 
+def _recurrent(layer: Callable[..., Any], *args: Any) -> Any:
+    dropout = 5 if isinstance(args[3], bool) else 6  # one later for a packed sequence
+    return layer(*args[:dropout], 0.0, *args[dropout + 1 :])
+
+
 def _constant(value: float, like: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
     kwargs.pop("generator", None)
     return like(*args, **kwargs).fill_(value)
@@ -173,6 +181,8 @@ STILL: Mapping[Any, Callable[..., Any]] = {
     **dict.fromkeys((F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, torch.dropout, torch.feature_dropout), _same),
     **dict.fromkeys((F.alpha_dropout, F.feature_alpha_dropout, torch.alpha_dropout), _same),
     F.scaled_dot_product_attention: _attention,
+    F.multi_head_attention_forward: lambda *a, **k: F.multi_head_attention_forward(*a, **{**k, "training": False}),
+    **{layer: partial(_recurrent, layer) for layer in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)},
     Tensor.bernoulli_: lambda x, *_, **__: x.fill_(1),
     Tensor.bernoulli: lambda x, *_, **__: torch.ones_like(x),
     torch.bernoulli: lambda x, *_, **__: torch.ones_like(x),

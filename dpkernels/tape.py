@@ -118,7 +118,8 @@ class Tape:
         self.tracked: list[Tracked] = []
         self.terms: dict[int, list[Term]] = {}
         self.aligned: dict[int, list[Tensor]] = {}  # gradients [B, ...] of derived parameters whose dim 0 is the sample
-        self.constants: set[int] = set()
+        self.constants: set[int] = set()  # ids of what does not hold samples
+        self.owned: set[int] = set()  # memory of the model's parameters and buffers
         self.anchor = torch.zeros((), requires_grad=True)
         self.mode: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         self._run = run
@@ -135,9 +136,14 @@ class Tape:
 
     def add(self, parameter: Tracked, term: Term) -> None:
         """A term of the parameter's rows."""
-        cut = type(term)(*(getattr(term, f.name).detach() for f in fields(term)))  # activations carry graphs
+        cut = type(term)(*(self._own(getattr(term, f.name)) for f in fields(term)))
         self.terms.setdefault(id(parameter), []).append(cut)
         self.ops.setdefault(id(parameter), set()).add(self.op)
+
+    def _own(self, t: Tensor) -> Tensor:
+        """Without the graph that activations carry, and not the model's own memory, which the next step overwrites."""
+        t = t.detach()
+        return t.clone() if t.untyped_storage().data_ptr() in self.owned else t
 
     def add_dense(self, parameter: Tracked, values: Tensor) -> None:
         """A term that is a tensor [B, *parameter shape]."""
@@ -159,8 +165,9 @@ class Tape:
         mark = self.mark_of(t)
         if mark is not None or id(t) in self.constants:
             return mark is not None and mark is not False
-        # A tensor of unknown descent. Backward has them: what a reentrant checkpoint kept.
-        return self.in_backward and t.dim() > 0 and t.shape[0] % self.batch == 0
+        # A tensor out of a custom autograd.Function or a reentrant checkpoint was not seen being made. If it has a
+        # graph, that leads to a tap: parameters themselves enter no other op than as Tracked.
+        return t.requires_grad or (t._base is not None and self.holds_samples(t._base))
 
     def mark(self, t: Any, samples: bool | Tensor) -> None:
         """Note that a tensor holds samples, or does not; a tensor says for each line of dim 0 which sample it is of."""

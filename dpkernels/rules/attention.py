@@ -49,10 +49,14 @@ def multi_head_attention(
     if is_causal and attn_mask is None:
         raise RecordingError(f"{what}: is_causal is a hint about attn_mask, which must be given too")
     with tape.mode:
-        q, k, v = (t.transpose(0, 1) for t in (query, key, value))
-        weights = (q_proj_weight, k_proj_weight, v_proj_weight) if use_separate_proj_weight else in_proj_weight.chunk(3)
-        biases = (None, None, None) if in_proj_bias is None else in_proj_bias.chunk(3)
-        q, k, v = (F.linear(t, w, b) for t, w, b in zip((q, k, v), weights, biases, strict=True))
+        if query is key and key is value and not use_separate_proj_weight:
+            q, k, v = F.linear(query.transpose(0, 1), in_proj_weight, in_proj_bias).chunk(3, dim=-1)
+        else:
+            own = q_proj_weight, k_proj_weight, v_proj_weight
+            weights = own if use_separate_proj_weight else in_proj_weight.chunk(3)
+            biases = (None, None, None) if in_proj_bias is None else in_proj_bias.chunk(3)
+            parts = zip((query, key, value), weights, biases, strict=True)
+            q, k, v = (F.linear(t.transpose(0, 1), w, b) for t, w, b in parts)
         count, length, width = q.shape
         mask, causal = _mask(attn_mask, key_padding_mask, is_causal, need_weights, q, num_heads)
         if bias_k is not None:

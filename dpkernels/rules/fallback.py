@@ -135,7 +135,13 @@ def _check_separate(
     """Each sample alone must give its part of the outputs."""
     with torch.no_grad():
         for unit in range(min(units, 2)):
-            alone = call(own, [_split(x, units)[unit] for x in xs])
+            try:
+                alone = call(own, [_split(x, units)[unit] for x in xs])
+            except Exception as error:
+                raise RecordingError(
+                    f"{what}: does not run on one sample alone ({error}). Samples must be in dim 0 of every operand "
+                    "that depends on them, and reach the op by torch ops (not through NumPy)"
+                ) from error
             for i, y in zip(chosen, outputs, strict=True):
                 part = _split(y.detach(), units)[unit]
                 if alone[i].shape != part.shape or not torch.allclose(
