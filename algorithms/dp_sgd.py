@@ -114,7 +114,7 @@ class DPSGD:
         """A gradient that is not the one written here last would reach the weights without noise."""
         for name, p in parameters.items():
             ours, version = self._written.get(name, (None, 0))
-            if p.grad is not None and (p.grad is not ours or p.grad._version != version):
+            if p.grad is not None and (p.grad is not ours or p.grad._version != version) and bool(p.grad.any()):
                 raise ValueError(
                     f"parameter {name}: has a .grad that is not private, from a backward outside of this step; "
                     "must be None: call optimizer.zero_grad() first"

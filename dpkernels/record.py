@@ -23,7 +23,7 @@ from dpkernels.rules import RULES
 from dpkernels.rules.broadcast import expanded
 from dpkernels.rules.fallback import fallback
 from dpkernels.rules.norm import refuse_mixing
-from dpkernels.tape import Plan, RecordingError, Tape, Tracked
+from dpkernels.tape import Plan, RecordingError, Tape, Tracked, no_autocast
 
 LossFunction = Callable[[Any, Any], Tensor]
 
@@ -282,11 +282,13 @@ def record(
             check_losses(losses, batch)
             tape.in_backward = True
             if losses.requires_grad:
-                backward(losses, torch.ones_like(losses) if weights is None else weights.to(losses))
+                with no_autocast():  # gradients have the types that forward chose
+                    backward(losses, torch.ones_like(losses) if weights is None else weights.to(losses))
         _refuse_leaks(tape, parameters)
         if inspect is not None:
             inspect(tape)
-        return assemble(tape, leaves)
+        with no_autocast():
+            return assemble(tape, leaves)
     finally:
         tape.close()
         for name, p in parameters.items():

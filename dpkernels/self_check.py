@@ -14,6 +14,7 @@ operands of each op.
 
 from __future__ import annotations
 
+import types
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -27,9 +28,10 @@ from dpkernels import factors
 from dpkernels.nested import flat_tensors, map_tensors
 from dpkernels.per_sample import PerSample
 from dpkernels.record import LossFunction, backward, call, check_losses, record, running, trainable
-from dpkernels.tape import Plan, RecordingError, Tape
+from dpkernels.tape import Plan, RecordingError, Tape, no_autocast
 
-_proven: weakref.WeakKeyDictionary[nn.Module, dict[Any, Plan]] = weakref.WeakKeyDictionary()
+# by model and form of input: the plan, and the loss function, kept so that its id is not given to another
+_proven: weakref.WeakKeyDictionary[nn.Module, dict[Any, tuple[Plan, Any]]] = weakref.WeakKeyDictionary()
 
 
 def ensure(model: nn.Module, loss_fn: LossFunction, inputs: Any, targets: Any) -> Plan:
@@ -37,8 +39,8 @@ def ensure(model: nn.Module, loss_fn: LossFunction, inputs: Any, targets: Any) -
     plans = _proven.setdefault(model, {})
     key = _signature(model, loss_fn, inputs, targets)
     if key not in plans:
-        plans[key] = check(model, loss_fn, inputs, targets)
-    return plans[key]
+        plans[key] = check(model, loss_fn, inputs, targets), loss_fn
+    return plans[key][0]
 
 
 def check(model: nn.Module, loss_fn: LossFunction, inputs: Any, targets: Any) -> Plan:
@@ -140,7 +142,8 @@ def _plain_gradients(
         losses = loss_fn(call(model, inputs), targets)
         check_losses(losses, len(weights))
         if losses.requires_grad:
-            backward(losses, weights.to(losses))
+            with no_autocast():
+                backward(losses, weights.to(losses))
     return {name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in leaves.items()}
 
 
@@ -218,6 +221,33 @@ def _repeated(batch: int, t: Tensor) -> Tensor:
 
 def _signature(model: nn.Module, loss_fn: LossFunction, inputs: Any, targets: Any) -> Any:
     forms = map_tensors(lambda t: (tuple(t.shape[1:]), t.dtype, t.device), (inputs, targets))
-    loss = getattr(loss_fn, "__code__", None) or id(loss_fn)
     modes = tuple(m.training for m in model.modules())
-    return repr(forms), loss, modes, tuple(trainable(model)), torch.is_autocast_enabled("cpu")
+    return repr(forms), _identity(loss_fn), modes, tuple(trainable(model)), torch.is_autocast_enabled("cpu")
+
+
+def _identity(x: Any) -> Any:
+    """What tells one loss function from another: a lambda made anew at each step is still the same one.
+
+    Values it has taken in count as they are (numbers, strings), by form (tensors), or as objects.
+    """
+    if x is None or isinstance(x, bool | int | float | str):
+        return x
+    if isinstance(x, Tensor):
+        return tuple(x.shape), x.dtype
+    if isinstance(x, partial):
+        return _identity(x.func), _identity(x.args), _identity(tuple(x.keywords.items()))
+    if isinstance(x, tuple | list):
+        return tuple(_identity(item) for item in x)
+    if isinstance(x, types.MethodType):
+        return _identity(x.__func__), id(x.__self__)
+    if isinstance(x, types.FunctionType):
+        cells = tuple(_content(cell) for cell in x.__closure__ or ())
+        return x.__code__, _identity(x.__defaults__), tuple(_identity(c) for c in cells if c is not x)
+    return id(x)
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not set yet
+        return None
