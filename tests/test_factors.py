@@ -108,6 +108,7 @@ def test_difference_of_near_equal_rows_does_not_cancel(chosen):
     y = Matrix(3, 4, 5, nudge(x.outer, near.outer), nudge(x.rows, near.rows), nudge(x.dense, near.dense))
     difference = factors.difference(x, y)
     exact = formed(x) - formed(y)
+    assert (factors.sizes(difference) <= 1e-4 * factors.sizes(x)).all(), "not subtracted in the factors"
     error = (formed(difference) - exact).flatten(1).norm(dim=1)
     assert (error <= 1e-6 * exact.flatten(1).norm(dim=1)).all()
     square, upper = factors.squared_norms(difference)

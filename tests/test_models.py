@@ -4,11 +4,22 @@ import pytest
 import torch
 
 import dpkernels as dpk
+from dpkernels import factors
 from tests import models, truth
 
 
 @pytest.mark.parametrize("name", models.ZOO)
 def test_equals_the_loop_over_samples(name):
+    torch.manual_seed(0)
+    truth.check(*models.ZOO[name]())
+
+
+@pytest.mark.parametrize(
+    "name", ["gpt", "vit", "three_uses", "overlapping_views", "weight_norm", "lora_merged"]
+)
+def test_in_small_pieces(name, monkeypatch):
+    """Chunks of samples and tiles of lines, as large models have them."""
+    monkeypatch.setattr(factors, "PIECE", 50)
     torch.manual_seed(0)
     truth.check(*models.ZOO[name]())
 

@@ -117,7 +117,8 @@ def test_a_bad_row_counts_as_zero(name, bad):
     factor = torch.ones(models.B)
     clean = dpk.per_sample_gradients(model, poisoned, inputs, (targets, factor.index_fill(0, torch.tensor([2]), 0.0)))
     spoilt = dpk.per_sample_gradients(model, poisoned, inputs, (targets, factor.index_fill(0, torch.tensor([2]), bad)))
-    for method, bound in (("clip_sum", 0.5), ("clamp_sum", 0.1)):
+    rules = 0.5, dpk.clipping.Automatic(0.5), dpk.clipping.PerLayer([0.2] * len(clean.materialize()))
+    for method, bound in (*(("clip_sum", rule) for rule in rules), ("clamp_sum", 0.1)):
         got, want = getattr(spoilt, method)(bound).sum, getattr(clean, method)(bound).sum
         for parameter in want:
             torch.testing.assert_close(got[parameter], want[parameter], rtol=1e-5, atol=1e-6)
