@@ -74,11 +74,12 @@ class DPSGD:
         self._expected_batch_size = float(expected_batch_size)
         self._micro_batch_size = micro_batch_size
         self._written: dict[str, tuple[Tensor, int]] = {}  # gradients of ours, and their versions
+        self._refuse_other_gradients()
 
     def step(self, inputs: Any, targets: Any) -> None:
         """One step on a batch, of whatever size the sampling gave it; an empty one is a step of noise alone."""
         parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        self._refuse_other_gradients(parameters)
+        self._refuse_other_gradients()
         *first, last = self._micro_batches(inputs, targets)
         onto: dict[str, Tensor] | None = None
         for x, y in first:
@@ -110,12 +111,19 @@ class DPSGD:
             parts.append((map_tensors(part, inputs), map_tensors(part, targets)))
         return parts
 
-    def _refuse_other_gradients(self, parameters: dict[str, nn.Parameter]) -> None:
-        """A gradient that is not the one written here last would reach the weights without noise."""
-        for name, p in parameters.items():
-            ours, version = self._written.get(name, (None, 0))
+    def _refuse_other_gradients(self) -> None:
+        """What the optimizer would step without noise: other parameters, and gradients not written here."""
+        names = {id(p): name for name, p in self.model.named_parameters()}
+        for p in (p for group in self.optimizer.param_groups for p in group["params"]):
+            if id(p) not in names:
+                raise ValueError(
+                    f"optimizer: has a parameter of shape {tuple(p.shape)} that is not of the model, must have those "
+                    "of the model only: others would be stepped without noise. Make them part of it"
+                )
+        for p in self.model.parameters():
+            ours, version = self._written.get(names[id(p)], (None, 0))
             if p.grad is not None and (p.grad is not ours or p.grad._version != version) and bool(p.grad.any()):
                 raise ValueError(
-                    f"parameter {name}: has a .grad that is not private, from a backward outside of this step; "
+                    f"parameter {names[id(p)]}: has a .grad that is not private, from a backward outside of this step; "
                     "must be None: call optimizer.zero_grad() first"
                 )

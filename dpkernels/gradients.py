@@ -31,7 +31,8 @@ def per_sample_gradients(model: nn.Module, loss_fn: LossFunction, inputs: Any, t
     The unit of privacy is dim 0. Models whose rows would not be exact are refused with a `ValueError` that names the
     parameter and the op: layers that mix samples (BatchNorm in training mode), a loss that is not [B], gradients that
     reach a parameter by a way that is not seen. The first call for a model and form of input checks this on made-up
-    inputs, which costs about four small steps; later calls are one forward and one backward.
+    inputs, which costs a few small steps; later calls are one forward and one backward. What a model does only for
+    some values or some batch sizes is not seen by that check, and then exact only if it keeps samples apart.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"model: got a {type(model).__name__}, must be a torch.nn.Module")
@@ -41,6 +42,11 @@ def per_sample_gradients(model: nn.Module, loss_fn: LossFunction, inputs: Any, t
     parameters = trainable(model)
     if not parameters:
         raise ValueError("model: has no parameter that requires grad, must have at least one")
+    for name, p in parameters.items():
+        if p.is_complex():
+            raise ValueError(f"parameter {name}: is {p.dtype}, must be real: keep it as torch.view_as_real of itself")
+        if p._backward_hooks or p._post_accumulate_grad_hooks:
+            raise ValueError(f"parameter {name}: has gradient hooks, which rows would not pass; remove them")
     if batch == 0:
         shapes = {name: Shape(p.shape, p.dtype, p.device) for name, p in parameters.items()}
         return PerSample(0, shapes, {})

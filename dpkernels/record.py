@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from dpkernels.assemble import assemble
+from dpkernels.lines import propagate, writes
 from dpkernels.nested import flat_tensors, map_tensors
 from dpkernels.per_sample import PerSample
 from dpkernels.rules import RULES
@@ -38,7 +39,7 @@ class _Recorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         tape, kwargs = self.tape, kwargs or {}
-        if any(issubclass(t, Tracked) for t in types):
+        if func not in tape.replaced and any(issubclass(t, Tracked) for t in types):
             return tape.run(func, args, kwargs)
         if func is torch.autograd.backward and tape.in_backward:  # of a reentrant checkpoint
             with self:
@@ -47,8 +48,10 @@ class _Recorder(TorchFunctionMode):
             result = tape.replaced[func](*args, **kwargs)
         else:
             refuse_mixing(func, args, kwargs)
+            if not tape.replaced:
+                _refuse_overwriting(tape, func, args, kwargs)
             result = func(*args, **kwargs)
-        _propagate(tape, func, args, kwargs, result)
+        propagate(tape, func, args, kwargs, result)
         return result
 
 
@@ -65,6 +68,11 @@ def _run(tape: Tape, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> 
     """An op with a parameter among its arguments."""
     tensors = list(flat_tensors((args, kwargs)))
     name = getattr(func, "__name__", "")
+    for t in tensors:
+        if isinstance(t, Tracked) and t._tape is not tape:
+            raise RecordingError(
+                f"parameter {t._label}: a tensor made of it was kept from an earlier call; make it anew in each forward"
+            )
     _refuse_writing(name, args, kwargs)
     refuse_mixing(func, args, kwargs)
     if not torch.is_grad_enabled():
@@ -76,7 +84,7 @@ def _run(tape: Tape, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> 
         tape.op = name
         rule = RULES.get(func)
         result = fallback(tape, func, args, kwargs) if rule is None else rule(tape, *args, **kwargs)
-    _propagate(tape, func, args, kwargs, result)
+    propagate(tape, func, args, kwargs, result)
     return result
 
 
@@ -106,19 +114,8 @@ def _derive(tape: Tape, func: Any, name: str, tensors: list[Tensor], args: Any, 
     return map_tensors(wrap, result) if isinstance(result, Tensor | list | tuple) else result
 
 
-def _writes(name: str) -> bool:
-    """Whether an op of this name writes into its first argument."""
-    if name.startswith("__"):
-        return name in _WRITING
-    return name.endswith("_") and name != "requires_grad_"
-
-
-_WRITING = {"__setitem__", "__set__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__imod__"}
-_WRITING |= {"__iand__", "__ior__", "__ixor__", "__ifloordiv__", "__ilshift__", "__irshift__"}
-
-
 def _refuse_writing(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    if _writes(name) and name != "__setitem__" and args and isinstance(args[0], Tracked):
+    if writes(name) and name != "__setitem__" and args and isinstance(args[0], Tracked):
         raise RecordingError(
             f"parameter {args[0]._label}: is written in place by {name} during forward; make a new tensor"
         )
@@ -129,58 +126,29 @@ def _refuse_writing(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> N
         )
 
 
+def _refuse_overwriting(tape: Tape, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Writing into the memory of a parameter or buffer would release what samples leave there, without noise."""
+    name = getattr(func, "__name__", "")
+    if not writes(name) and "out" not in kwargs:
+        return
+    for t in flat_tensors([kwargs.get("out"), *args[:1]]):
+        if t.layout is torch.strided and t.untyped_storage().data_ptr() in tape.guarded:
+            raise RecordingError(_changed(tape.guarded[t.untyped_storage().data_ptr()]))
+
+
+def _changed(name: str) -> str:
+    return (
+        f"{name}: changes during forward; what it learns from samples would be released without noise. Use layers "
+        "without running statistics, or put them in eval mode"
+    )
+
+
 def _detached(t: Tensor) -> Tensor:
     return t._value.detach() if isinstance(t, Tracked) else t
 
 
 def _value(t: Tensor) -> Tensor:
     return t._value if isinstance(t, Tracked) else t
-
-
-def _propagate(tape: Tape, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
-    """Results of an op on samples hold samples; so does what it wrote into."""
-    operands = [t for t in flat_tensors((list(args), kwargs)) if tape.holds_samples(t)]
-    name = getattr(func, "__name__", "")
-    if not operands:
-        for t in flat_tensors(result):
-            if tape.mark_of(t) is None:
-                tape.mark(t, False)
-        return
-    if _writes(name):
-        if args and isinstance(args[0], Tensor):
-            tape.mark(args[0], True)
-        return
-    lines = _lines(tape, func, args, kwargs, operands)
-    for t in flat_tensors(result):
-        fits = lines is not None and t.dim() > 0 and t.shape[0] == len(lines)
-        tape.mark(t, lines if fits and lines is not None else True)
-
-
-def _lines(tape: Tape, func: Any, args: Sequence[Any], kwargs: Any, operands: list[Tensor]) -> Tensor | None:
-    """For results whose dim 0 is not simply the samples in order: which sample each line belongs to."""
-    index = None
-    if func is Tensor.__getitem__:
-        index = args[1][0] if isinstance(args[1], tuple) and args[1] else args[1]
-    elif func in (torch.index_select, Tensor.index_select) and len(args) == 3 and args[1] == 0:
-        index = args[2]
-    if isinstance(index, Tensor) and index.dim() == 1 and tape.holds_samples(args[0]) and not index.is_floating_point():
-        x = args[0]
-        lines = tape.lines_of(x)
-        if lines is None:
-            if x.shape[0] % tape.batch and (x.dim() < 2 or x.shape[1] != tape.batch):
-                return None
-            layout = tape.layout(x, min(x.dim(), 2), "indexing")
-            if layout.dim == 1:
-                return None
-            lines = torch.arange(tape.batch, device=x.device).repeat_interleave(layout.rows)
-        return lines[index]
-    if func in (torch.cat, torch.concat) and (args[1] if len(args) > 1 else kwargs.get("dim", 0)) == 0:
-        parts = [tape.lines_of(t) for t in args[0]]
-        known = [p for p in parts if p is not None]
-        return torch.cat(known) if len(known) == len(parts) else None
-    if any(tape.mark_of(t) is True and t.dim() > 0 and t.shape[0] == tape.batch for t in operands):
-        return None
-    return next((lines for t in operands if (lines := tape.lines_of(t)) is not None), None)
 
 
 _Held = tuple[dict[str, Any], str, Any]  # a module's dict, a name in it, and what stood there
@@ -249,42 +217,48 @@ def record(
     *,
     plan: Plan | None = None,
     weights: Tensor | None = None,
+    values: Mapping[str, Tensor] = {},
     buffers: Mapping[int, Tensor] | None = None,
     replaced: Mapping[Any, Callable[..., Any]] | None = None,
     inspect: Callable[[Tape], None] | None = None,
 ) -> PerSample:
     """Run forward and backward once; the rows are gradients of weights_i * loss_i (weights are 1 unless given).
 
-    The rest is for the self-check: stand-ins for buffers and for random ops, and a look at the tape.
+    The rest is for the self-check: stand-ins for parameters, buffers and random ops, and a look at the tape.
     """
     parameters = trainable(model)
     tape = Tape(batch, _run, plan)
     tape.replaced = replaced or {}
-    leaves = {name: p.detach().requires_grad_() for name, p in parameters.items()}
-    swaps: dict[int, Tensor] = dict(buffers or {})
+    leaves = {name: values.get(name, p).detach().requires_grad_() for name, p in parameters.items()}
+    swaps: dict[int, Tensor] = {id(b): b for b in model.buffers()} | dict(buffers or {})
     for name, p in parameters.items():
         swaps[id(p)] = Tracked(leaves[name], tape, name, (name,), is_param=True)
-    for t in (*model.parameters(), *model.buffers(), *(buffers or {}).values()):
-        tape.owned.add(t.untyped_storage().data_ptr())
+    for name, t in (*leaves.items(), *model.named_parameters(), *model.named_buffers()):
+        if t.numel():
+            tape.guarded[t.untyped_storage().data_ptr()] = name
+    for t in (*model.parameters(), *swaps.values()):
         if not t.requires_grad:
             tape.constants.add(id(t))
     with torch.inference_mode(False):
         inputs, targets = (map_tensors(lambda t: t.clone() if t.is_inference() else t, x) for x in (inputs, targets))
     for t in flat_tensors((inputs, targets)):
         tape.mark(t, t.dim() > 0)
+    tape.owned = {*tape.guarded, *(t.untyped_storage().data_ptr() for t in flat_tensors((inputs, targets)))}
+    versions = {id(t): t._version for t in (*leaves.values(), *swaps.values()) if not isinstance(t, Tracked)}
     kept = {name: p.grad for name, p in parameters.items()}
     for p in parameters.values():
         p.grad = None
     try:
         with running(model, swaps) as held, _Recorder(tape):
             losses = loss_fn(call(model, inputs), targets)
-            _refuse_changed(held, swaps)
+            _refuse_changed(held, swaps, versions)
             check_losses(losses, batch)
             tape.in_backward = True
             if losses.requires_grad:
                 with no_autocast():  # gradients have the types that forward chose
                     backward(losses, torch.ones_like(losses) if weights is None else weights.to(losses))
-        _refuse_leaks(tape, parameters)
+        refuse_bypass(parameters)
+        _refuse_leaks(tape)
         if inspect is not None:
             inspect(tape)
         with no_autocast():
@@ -313,23 +287,25 @@ def check_losses(losses: Any, batch: int) -> None:
         )
 
 
-def _refuse_changed(held: list[_Held], swaps: Mapping[int, Tensor]) -> None:
+def _refuse_changed(held: list[_Held], swaps: Mapping[int, Tensor], versions: Mapping[int, int]) -> None:
     for where, name, tensor in held:
         now = where.get(name)
-        if now is not swaps[id(tensor)] or (not isinstance(now, Tracked) and now._version > 0):
-            raise RecordingError(
-                f"{name}: changes during forward; what it learns from samples would be released without noise. Use "
-                "layers without running statistics, or put them in eval mode"
-            )
+        value = now._value if isinstance(now, Tracked) else now
+        if now is not swaps[id(tensor)] or value is None or value._version != versions[id(value)]:
+            raise RecordingError(_changed(name))
 
 
-def _refuse_leaks(tape: Tape, parameters: Mapping[str, nn.Parameter]) -> None:
+def refuse_bypass(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Refuse a gradient on the parameters themselves, for which others stood in."""
     for name, p in parameters.items():
         if p.grad is not None:
             raise RecordingError(
                 f"parameter {name}: got a gradient that bypasses recording: the model (or loss_fn) uses it otherwise "
                 "than as an attribute of its module. Use it through the module"
             )
+
+
+def _refuse_leaks(tape: Tape) -> None:
     with torch._C.DisableTorchFunctionSubclass():
         leaked = [t._label for t in tape.tracked if t.grad is not None]
     if leaked:

@@ -1,22 +1,24 @@
 """The proof, once for each model and form of input, that recording it is exact.
 
 An op sees shapes, not which dimension is the sample: time-major flattening, `x - x.mean(0)` or a permuted batch would
-otherwise run silently wrong. On made-up inputs of the same form (never on data, so that nothing raises because of it),
-with random ops held still:
+otherwise run silently wrong. On made-up inputs of the same form, with parameters a little off their values (so that one
+that starts at zero hides nothing) and random ops held still:
 
   (i)   sum_i c_i row_i, for random c, is the plain autograd gradient of sum_i c_i loss_i
-  (ii)  a part of the batch gives the same rows as the whole
+  (ii)  parts of the batch, each in another order, give the same rows as the whole; each sample is missing from one
   (iii) with the loss of some samples masked, their terms are exactly zero
 
 Failing any refuses the model, naming parameter and op. What passed is the plan for later runs: where samples are in the
-operands of each op.
+operands of each op. Data are looked at only where the model does not run on made-up values. What a model does only for
+some values, or only for some batch sizes, is not proven.
 """
 
 from __future__ import annotations
 
+import contextlib
 import types
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -27,11 +29,10 @@ from torch import Tensor, nn
 from dpkernels import factors
 from dpkernels.nested import flat_tensors, map_tensors
 from dpkernels.per_sample import PerSample
-from dpkernels.record import LossFunction, backward, call, check_losses, record, running, trainable
+from dpkernels.record import LossFunction, backward, call, check_losses, record, refuse_bypass, running, trainable
 from dpkernels.tape import Plan, RecordingError, Tape, no_autocast
 
-# by model and form of input: the plan, and the loss function, kept so that its id is not given to another
-_proven: weakref.WeakKeyDictionary[nn.Module, dict[Any, tuple[Plan, Any]]] = weakref.WeakKeyDictionary()
+_proven: weakref.WeakKeyDictionary[nn.Module, dict[Any, Plan]] = weakref.WeakKeyDictionary()
 
 
 def ensure(model: nn.Module, loss_fn: LossFunction, inputs: Any, targets: Any) -> Plan:
@@ -39,58 +40,136 @@ def ensure(model: nn.Module, loss_fn: LossFunction, inputs: Any, targets: Any) -
     plans = _proven.setdefault(model, {})
     key = _signature(model, loss_fn, inputs, targets)
     if key not in plans:
-        plans[key] = check(model, loss_fn, inputs, targets), loss_fn
-    return plans[key][0]
+        if len(plans) >= 256:
+            plans.clear()
+        plans[key] = check(model, loss_fn, inputs, targets)
+    return plans[key]
 
 
 def check(model: nn.Module, loss_fn: LossFunction, inputs: Any, targets: Any) -> Plan:
-    """Prove (i), (ii) and (iii), or raise."""
-    batch = _check_batch(inputs)
-    weights = torch.rand(batch, generator=torch.Generator().manual_seed(1), dtype=torch.float64) + 0.5
-    generator = torch.Generator().manual_seed(0)
-    x = map_tensors(partial(_made_up, batch, generator, False), inputs)
-    y = map_tensors(partial(_made_up, batch, generator, True), targets)
-    with torch.random.fork_rng(devices=[]):
+    """Prove (i), (ii) and (iii), or raise.
+
+    The first check batch may have the size of something else in the model: a refusal there is tried again with another.
+    """
+    sizes = {n for t in flat_tensors(inputs) for n in t.shape[1:]}
+    primes = [p for p in (3, 5, 7, 11, 13) if all(n % p for n in sizes)] + [3, 5]
+    with torch.random.fork_rng(devices=[]), no_gradients_left(model):
         try:
-            plain = _plain_gradients(model, loss_fn, x, y, weights)
-        except RecordingError:
-            raise
-        except Exception:  # the model wants particular values: real ones, then
-            x, y = map_tensors(partial(_repeated, batch), inputs), map_tensors(partial(_repeated, batch), targets)
-            plain = _plain_gradients(model, loss_fn, x, y, weights)
-        return _prove(model, loss_fn, x, y, weights, plain)
+            return _Proof(model, loss_fn, inputs, targets, primes[0]).plan()
+        except RecordingError as first:
+            try:
+                return _Proof(model, loss_fn, inputs, targets, primes[1]).plan()
+            except RecordingError:
+                raise first from None
 
 
-def _prove(
-    model: nn.Module, loss_fn: LossFunction, inputs: Any, targets: Any, weights: Tensor, plain: dict[str, Tensor]
-) -> Plan:
-    batch = len(weights)
-    part = batch // 2 + 1
-    inside = (torch.arange(batch) < part).double()
+class _Proof:
+    """A check at one batch size: inputs, parameters and weights to check with, and the ordinary gradient."""
 
-    plan: Plan = {}
-    ops: dict[str, str] = {}
+    def __init__(self, model: nn.Module, loss_fn: LossFunction, inputs: Any, targets: Any, batch: int) -> None:
+        self.model, self.loss_fn, self.batch = model, loss_fn, batch
+        generator = torch.Generator().manual_seed(0)
+        self.weights = torch.rand(batch, generator=generator, dtype=torch.float64) + 0.5
+        nudged = {name: _nudged(p, generator) for name, p in trainable(model).items()}
+        normal, uniform = (partial(_made_up, batch, generator, draw) for draw in (torch.randn, torch.rand))
+        real = partial(_repeated, batch)
+        empty = not any(t.shape[1:].numel() for t in flat_tensors(inputs) if t.dim())  # then zero is all there is
+        error: Exception | None = None
+        for values, make in ((nudged, normal), (nudged, uniform), ({}, normal), ({}, uniform), ({}, real)):
+            self.values: dict[str, Tensor] = values
+            self.inputs = map_tensors(make, inputs)
+            self.targets = map_tensors(real if make is real else uniform, targets)
+            try:
+                self.plain = self.ordinary()
+            except RecordingError:
+                raise
+            except Exception as failure:  # the model wants other values
+                error = error or failure
+                continue
+            found = torch.stack([g.double().norm() for g in self.plain.values()])
+            if bool(found.isfinite().all()) and (bool(found.any()) or empty):
+                return
+        if error is not None:
+            raise error
+        raise RecordingError(
+            "model: its gradients are zero or not finite on made-up inputs and on the first batch, so that it cannot "
+            "be checked. Call it first on a batch with a finite loss that depends on the parameters"
+        )
 
-    def look(tape: Tape) -> None:
-        plan.update(tape.seen)
-        ops.update(_ops(tape))
+    def plan(self) -> Plan:
+        """Prove it."""
+        plan: Plan = {}
+        ops: dict[str, str] = {}
 
-    def recorded(count: int, mask: Tensor | None, inspect: Callable[[Tape], None] | None) -> PerSample:
+        def look(tape: Tape) -> None:
+            plan.update(tape.seen)
+            ops.update(_ops(tape))
+
+        everyone = torch.arange(self.batch)
+        rows = self.recorded(everyone, inspect=look)
+        sizes, whole = rows.sizes(self.weights), rows.weighted_sums(self.weights)
+        parts = [everyone[everyone % 3 != missing].flip(0) for missing in range(3)]
+        masks = [torch.zeros_like(self.weights).index_fill(0, part, 1.0) for part in parts]
+        wanted = [rows.weighted_sums(self.weights * mask) for mask in masks]
+        del rows  # as large as a step: one at a time
+        _compare(ops, sizes, self.plain, whole, "the sum of its rows is not the ordinary gradient")
+        self.recorded(everyone, mask=masks[0], plan=plan, inspect=partial(_check_masked, masks[0] == 0))
+        for part, want in zip(parts, wanted, strict=True):
+            alone = self.recorded(part, plan=plan).weighted_sums(self.weights[part])
+            _compare(ops, sizes, alone, want, "a sample's row depends on which other samples are in the batch")
+        return plan
+
+    def recorded(
+        self,
+        part: Tensor,
+        mask: Tensor | None = None,
+        plan: Plan | None = None,
+        inspect: Callable[[Tape], None] | None = None,
+    ) -> PerSample:
+        """The rows of some samples, in this order."""
         torch.manual_seed(0)
-        x, y = (map_tensors(lambda t: t[:count] if t.dim() else t, z) for z in (inputs, targets))
-        clones = {id(b): b.clone() for b in model.buffers()}
-        known = plan or None
-        options = {"plan": known, "weights": mask, "buffers": clones, "replaced": STILL, "inspect": inspect}
-        return record(model, loss_fn, x, y, count, **options)  # type: ignore[arg-type]
+        x, y = (map_tensors(lambda t: t[part.to(t.device)] if t.dim() else t, z) for z in (self.inputs, self.targets))
+        return record(
+            self.model,
+            self.loss_fn,
+            x,
+            y,
+            len(part),
+            plan=plan,
+            weights=mask,
+            values={name: p.detach().clone() for name, p in trainable(self.model).items()} | self.values,
+            buffers={id(b): b.clone() for b in self.model.buffers()},
+            replaced=STILL,
+            inspect=inspect,
+        )
 
-    rows = recorded(batch, None, look)
-    sizes, whole, of_part = rows.sizes(weights), rows.weighted_sums(weights), rows.weighted_sums(weights * inside)
-    del rows  # as large as a step: one at a time
-    recorded(batch, inside, partial(_check_masked, part))
-    _compare(ops, sizes, plain, whole, "the sum of its rows is not the ordinary gradient")
-    alone = recorded(part, None, None).weighted_sums(weights[:part])
-    _compare(ops, sizes, alone, of_part, "a sample's row depends on which other samples are in the batch")
-    return plan
+    def ordinary(self) -> dict[str, Tensor]:
+        """The ordinary gradient of sum_i weights_i loss_i; the model is left as it was."""
+        torch.manual_seed(0)
+        self.model.zero_grad()
+        parameters = trainable(self.model)
+        leaves = {name: nn.Parameter(self.values.get(name, p).detach().clone()) for name, p in parameters.items()}
+        swaps: dict[int, Tensor] = {id(p): leaves[name] for name, p in parameters.items()}
+        swaps |= {id(b): b.clone() for b in self.model.buffers()}
+        with running(self.model, swaps), _Still():
+            losses = self.loss_fn(call(self.model, self.inputs), self.targets)
+            check_losses(losses, self.batch)
+            if losses.requires_grad:
+                with no_autocast():
+                    backward(losses, self.weights.to(losses))
+        refuse_bypass(parameters)
+        return {name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in leaves.items()}
+
+
+@contextlib.contextmanager
+def no_gradients_left(model: nn.Module) -> Iterator[None]:
+    """Gradients that a check leaves on parameters are taken away again."""
+    kept = [(p, p.grad) for p in model.parameters()]
+    try:
+        yield
+    finally:
+        for p, grad in kept:
+            p.grad = grad
 
 
 def _ops(tape: Tape) -> dict[str, str]:
@@ -102,11 +181,11 @@ def _ops(tape: Tape) -> dict[str, str]:
     return {name: ", ".join(sorted(ops)) for name, ops in found.items()}
 
 
-def _check_masked(part: int, tape: Tape) -> None:
+def _check_masked(masked: Tensor, tape: Tape) -> None:
     for t in tape.tracked:
         terms = [term.values if isinstance(term, factors.Dense) else term.g for term in tape.terms.get(id(t), ())]
         for values in (*terms, *tape.aligned.get(id(t), ())):
-            if bool(((values[part:] != 0) & ~values[part:].isnan()).any()):
+            if bool((values[masked.to(values.device)] != 0).any()):
                 raise _refusal(_ops(tape), t._leaves[0], "a sample's loss depends on other samples")
 
 
@@ -117,7 +196,8 @@ def _compare(
     for name, want in wanted.items():
         coarse = want.element_size() < 4 or torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
         error = float((want.double() - got[name].double()).norm())
-        if error > (5e-2 if coarse else 1e-3) * sizes[name] + (1e-3 if coarse else 1e-6) * total:
+        allowed = (5e-2 if coarse else 1e-3) * sizes[name] + (1e-3 if coarse else 1e-6) * total
+        if not error <= allowed:  # a NaN is no proof
             raise _refusal(ops, name, f"{words} (off by {error:.1e})")
 
 
@@ -127,24 +207,6 @@ def _refusal(ops: dict[str, str], name: str, words: str) -> RecordingError:
         f"parameter {name}{where}: {words}. The model or loss_fn mixes samples, keeps them in another dimension than "
         "dim 0, or uses the parameter where it is not seen. Keep samples in dim 0 and apart"
     )
-
-
-def _plain_gradients(
-    model: nn.Module, loss_fn: LossFunction, inputs: Any, targets: Any, weights: Tensor
-) -> dict[str, Tensor]:
-    """The ordinary gradient of sum_i weights_i loss_i; the model is left as it was."""
-    torch.manual_seed(0)
-    parameters = trainable(model)
-    leaves = {name: nn.Parameter(p.detach().clone()) for name, p in parameters.items()}
-    swaps: dict[int, Tensor] = {id(p): leaves[name] for name, p in parameters.items()}
-    swaps |= {id(b): b.clone() for b in model.buffers()}
-    with running(model, swaps), _Still():
-        losses = loss_fn(call(model, inputs), targets)
-        check_losses(losses, len(weights))
-        if losses.requires_grad:
-            with no_autocast():
-                backward(losses, weights.to(losses))
-    return {name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in leaves.items()}
 
 
 class _Still(torch.overrides.TorchFunctionMode):
@@ -183,6 +245,8 @@ def _constant(value: float, like: Callable[..., Tensor], *args: Any, **kwargs: A
 STILL: Mapping[Any, Callable[..., Any]] = {
     **dict.fromkeys((F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, torch.dropout, torch.feature_dropout), _same),
     **dict.fromkeys((F.alpha_dropout, F.feature_alpha_dropout, torch.alpha_dropout), _same),
+    F.rrelu: lambda x, lower=1 / 8, upper=1 / 3, *_, **__: F.rrelu(x, lower, upper, False),
+    F.gumbel_softmax: lambda logits, tau=1.0, hard=False, eps=0.0, dim=-1: (logits / tau).softmax(dim),
     F.scaled_dot_product_attention: _attention,
     F.multi_head_attention_forward: lambda *a, **k: F.multi_head_attention_forward(*a, **{**k, "training": False}),
     **{layer: partial(_recurrent, layer) for layer in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)},
@@ -191,6 +255,8 @@ STILL: Mapping[Any, Callable[..., Any]] = {
     torch.bernoulli: lambda x, *_, **__: torch.ones_like(x),
     Tensor.normal_: lambda x, *_, **__: x.fill_(0.5),
     Tensor.uniform_: lambda x, *_, **__: x.fill_(0.5),
+    Tensor.exponential_: lambda x, *_, **__: x.fill_(0.5),
+    torch.normal: lambda mean, std=1.0, *_, **__: mean + 0.5 * std,
     torch.rand: partial(_constant, 0.5, torch.zeros),
     torch.randn: partial(_constant, 0.5, torch.zeros),
     torch.rand_like: partial(_constant, 0.5, torch.zeros_like),
@@ -198,52 +264,68 @@ STILL: Mapping[Any, Callable[..., Any]] = {
 }
 
 
-def _check_batch(inputs: Any) -> int:
-    """A small prime that divides no other size of the inputs, so that the sample's dimension stands out."""
-    sizes = {n for t in flat_tensors(inputs) for n in t.shape[1:]}
-    return next((p for p in (3, 5, 7, 11, 13) if all(n % p for n in sizes)), 3)
+def _nudged(p: Tensor, generator: torch.Generator) -> Tensor:
+    """A parameter moved by a tenth of its size, or of one."""
+    scale = float(p.detach().float().square().mean().sqrt()) or 1.0 if p.numel() else 1.0
+    return (p.detach() + 0.1 * scale * torch.randn(p.shape, generator=generator).to(p)).to(p.dtype)
 
 
-def _made_up(batch: int, generator: torch.Generator, target: bool, t: Tensor) -> Tensor:
+def _made_up(batch: int, generator: torch.Generator, draw: Callable[..., Tensor], t: Tensor) -> Tensor:
     if t.dim() == 0 or t.dtype == torch.bool:
         return _repeated(batch, t)
     shape = (batch, *t.shape[1:])
     if t.is_floating_point():
-        values = (torch.rand if target else torch.randn)(shape, generator=generator)
+        values = draw(shape, generator=generator)
     else:
         values = torch.randint(0, 2, shape, generator=generator)
     return values.to(dtype=t.dtype, device=t.device)
 
 
 def _repeated(batch: int, t: Tensor) -> Tensor:
-    return t[torch.arange(batch, device=t.device) % len(t)].detach() if t.dim() else t
+    """Samples again and again, numbers a little off each time, so that no two are alike."""
+    if t.dim() == 0:
+        return t
+    again = torch.arange(batch, device=t.device)
+    values = t[again % len(t)].detach()
+    scale = (1 + 0.01 * (again // len(t))).view(-1, *[1] * (t.dim() - 1))
+    return (values * scale).to(t.dtype) if t.is_floating_point() else values
 
 
 def _signature(model: nn.Module, loss_fn: LossFunction, inputs: Any, targets: Any) -> Any:
     forms = map_tensors(lambda t: (tuple(t.shape[1:]), t.dtype, t.device), (inputs, targets))
-    modes = tuple(m.training for m in model.modules())
-    return repr(forms), _identity(loss_fn), modes, tuple(trainable(model)), torch.is_autocast_enabled("cpu")
+    precision = torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cpu")
+    return repr(forms), _identity(loss_fn, ()), _identity(model, ()), tuple(trainable(model)), precision
 
 
-def _identity(x: Any) -> Any:
-    """What tells one loss function from another: a lambda made anew at each step is still the same one.
+def _identity(x: Any, seen: tuple[int, ...]) -> Any:
+    """What tells one model or loss function from another. One made anew in the same way is the same one.
 
-    Values it has taken in count as they are (numbers, strings), by form (tensors), or as objects.
+    Functions by their code and what they take in; modules by type, switches and parts; switches and names as they are;
+    numbers (which change as training goes) and tensors by form; other objects as objects.
     """
-    if x is None or isinstance(x, bool | int | float | str):
+    if x is None or isinstance(x, bool | str):
         return x
-    if isinstance(x, Tensor):
-        return tuple(x.shape), x.dtype
+    if isinstance(x, int | float | complex | Tensor | type) or id(x) in seen:
+        return type(x)
+    inside = (*seen, id(x))
     if isinstance(x, partial):
-        return _identity(x.func), _identity(x.args), _identity(tuple(x.keywords.items()))
+        return _identity((x.func, x.args, x.keywords), inside)
     if isinstance(x, tuple | list):
-        return tuple(_identity(item) for item in x)
+        return tuple(_identity(item, inside) for item in x)
+    if isinstance(x, dict):
+        return tuple((str(key), _identity(item, inside)) for key, item in x.items())
     if isinstance(x, types.MethodType):
-        return _identity(x.__func__), id(x.__self__)
+        return _identity((x.__func__, x.__self__), inside)
     if isinstance(x, types.FunctionType):
-        cells = tuple(_content(cell) for cell in x.__closure__ or ())
-        return x.__code__, _identity(x.__defaults__), tuple(_identity(c) for c in cells if c is not x)
-    return id(x)
+        cells = [_content(cell) for cell in x.__closure__ or ()]
+        return x.__code__, _identity((x.__defaults__, x.__kwdefaults__, cells), inside)
+    if isinstance(x, nn.Module):
+        switches = {k: v for k, v in vars(x).items() if isinstance(v, bool | str | types.FunctionType)}
+        return type(x), _identity((switches, dict(x._modules)), inside)
+    try:
+        return weakref.ref(x)
+    except TypeError:
+        return type(x)
 
 
 def _content(cell: Any) -> Any:

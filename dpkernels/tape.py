@@ -25,6 +25,8 @@ from dpkernels.factors import Dense, Term
 from dpkernels.nested import flat_tensors
 
 Plan = dict[str, set[str]]  # op and parameter: kinds of Layout
+Mark = bool | Tensor | Literal["lost"]  # see dpkernels.lines
+LOST: Literal["lost"] = "lost"
 
 
 class RecordingError(ValueError):
@@ -119,7 +121,8 @@ class Tape:
         self.terms: dict[int, list[Term]] = {}
         self.aligned: dict[int, list[Tensor]] = {}  # gradients [B, ...] of derived parameters whose dim 0 is the sample
         self.constants: set[int] = set()  # ids of what does not hold samples
-        self.owned: set[int] = set()  # memory of the model's parameters and buffers
+        self.owned: set[int] = set()  # memory that changes after the step: parameters, buffers, inputs
+        self.guarded: dict[int, str] = {}  # memory of parameters and buffers, and their names
         self.anchor = torch.zeros((), requires_grad=True)
         self.mode: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         self._run = run
@@ -141,7 +144,7 @@ class Tape:
         self.ops.setdefault(id(parameter), set()).add(self.op)
 
     def _own(self, t: Tensor) -> Tensor:
-        """Without the graph that activations carry, and not the model's own memory, which the next step overwrites."""
+        """Without the graph that activations carry, and not in memory that the next step overwrites."""
         t = t.detach()
         return t.clone() if t.untyped_storage().data_ptr() in self.owned else t
 
@@ -169,55 +172,85 @@ class Tape:
         # graph, that leads to a tap: parameters themselves enter no other op than as Tracked.
         return t.requires_grad or (t._base is not None and self.holds_samples(t._base))
 
-    def mark(self, t: Any, samples: bool | Tensor) -> None:
-        """Note that a tensor holds samples, or does not; a tensor says for each line of dim 0 which sample it is of."""
+    def mark(self, t: Any, samples: Mark) -> None:
+        """Note about a tensor what `dpkernels.lines` found."""
         if isinstance(t, Tensor) and not isinstance(t, Tracked):
             t._dpk_mark = (self._token, samples)  # type: ignore[attr-defined]
 
-    def mark_of(self, t: Tensor) -> bool | Tensor | None:
+    def mark_of(self, t: Tensor) -> Mark | None:
         """What was noted about a tensor in this recording."""
         token, samples = getattr(t, "_dpk_mark", (None, None))
         if token is not self._token:
             return None
-        return True if isinstance(samples, Tensor) and len(samples) != t.shape[:1].numel() else samples
+        return LOST if isinstance(samples, Tensor) and len(samples) != t.shape[:1].numel() else samples
 
     def lines_of(self, t: Tensor) -> Tensor | None:
         """For each line of dim 0, which sample it belongs to, where that is not simply its place."""
         mark = self.mark_of(t)
         return mark if isinstance(mark, Tensor) else None
 
-    def layout(self, t: Tensor, lead: int, what: str) -> Layout:
-        """Where the samples are among the first `lead` dimensions of `t`; `what` names it in errors."""
-        lines = self.lines_of(t)
-        if lines is not None and lead > 0:
-            return self._choose([Layout(lines=lines)], t, what)
-        candidates = []
-        if lead > 0 and t.shape[0] == self.batch:
-            candidates.append(Layout(0))
-        if lead > 1 and t.shape[1] == self.batch:
-            candidates.append(Layout(1))
-        if lead > 0 and t.shape[0] != self.batch and t.shape[0] % self.batch == 0:
-            candidates.append(Layout(0, t.shape[0] // self.batch))
-        return self._choose(candidates, t, what)
+    def layout(self, t: Tensor, lead: int, what: str, fixed: Sequence[int] = ()) -> Layout:
+        """Where the samples are among the first `lead` dimensions of `t` that are not `fixed`, or an error.
 
-    def choose_dim(self, candidates: list[int], t: Tensor, what: str) -> int:
-        """One of several dimensions that could be the sample."""
-        return self._choose([Layout(dim) for dim in candidates], t, what).dim
-
-    def _choose(self, candidates: list[Layout], t: Tensor, what: str) -> Layout:
+        `what` names the op and its parameter, in errors and in the plan.
+        """
+        if self.mark_of(t) is LOST:
+            raise RecordingError(
+                f"{what}: an operand of shape {tuple(t.shape)} holds samples in an order that was lost, by indexing, "
+                "sorting or moving dimensions. Put samples back in their places in dim 0 first"
+            )
+        candidates = self._candidates(t, lead, fixed)
         if not candidates:
             raise RecordingError(
                 f"{what}: an operand has shape {tuple(t.shape)}, must have the {self.batch} samples in dim 0 (or in "
                 "dim 1, or as consecutive lines of dim 0). Keep samples in dim 0, without mixing them"
             )
+        chosen = self._choose(candidates, what)
+        if chosen is None:
+            raise RecordingError(
+                f"{what}: an operand has shape {tuple(t.shape)}, where {self.batch} samples can be in more than one "
+                "dimension, and the check of this model has not settled which. Use another batch size"
+            )
+        return chosen
+
+    def find_layout(self, t: Tensor, lead: int, what: str) -> Layout | None:
+        """The same, or None where it is not known."""
+        candidates = [] if self.mark_of(t) is LOST else self._candidates(t, lead, ())
+        return self._choose(candidates, what) if candidates else None
+
+    def choose_copies(self, dims: list[int], what: str) -> int | None:
+        """Which dimension, of those that grow to B, is the sample's; None for none of them.
+
+        The check notes both: a size that happens to equal B there is none here.
+        """
+        kinds = None if self.plan is None or self.batch == 1 else self.plan.get(what, {"none"})
+        if kinds is None:
+            self.seen.setdefault(what, set()).add(Layout(dims[0]).kind if dims else "none")
+            return dims[0] if dims else None
+        chosen = [dim for dim in dims if Layout(dim).kind in kinds]
+        if dims and (len(chosen) > 1 or (chosen and "none" in kinds)):
+            raise RecordingError(
+                f"{what}: makes {self.batch} copies, as many as there are samples, and is used in more than one way. "
+                "Use another batch size"
+            )
+        return chosen[0] if chosen else None
+
+    def _candidates(self, t: Tensor, lead: int, fixed: Sequence[int]) -> list[Layout]:
+        lines = self.lines_of(t)
+        free = [dim for dim in range(min(lead, 2)) if dim not in fixed]
+        if lines is not None:
+            return [Layout(lines=lines)] if 0 in free else []
+        candidates = [Layout(dim) for dim in free if t.shape[dim] == self.batch]
+        if 0 in free and t.shape[0] != self.batch and t.shape[0] % self.batch == 0:
+            candidates.append(Layout(0, t.shape[0] // self.batch))
+        return candidates
+
+    def _choose(self, candidates: list[Layout], what: str) -> Layout | None:
         chosen = candidates[0]
         if self.plan is not None and self.batch > 1 and len(candidates) > 1:
             planned = [c for c in candidates if c.kind in self.plan.get(what, ())]
             if len(planned) != 1:
-                raise RecordingError(
-                    f"{what}: an operand has shape {tuple(t.shape)}, where {self.batch} samples can be in more than "
-                    "one dimension, and the check of this model has not settled which. Use another batch size"
-                )
+                return None
             chosen = planned[0]
         self.seen.setdefault(what, set()).add(chosen.kind)
         return chosen

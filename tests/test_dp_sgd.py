@@ -135,6 +135,23 @@ def test_gradients_from_elsewhere_are_refused():
         algorithm.step(*batches[0])
 
 
+def test_parameters_that_would_be_stepped_without_noise_are_refused():
+    model, head = nn.Linear(5, 4), nn.Linear(4, 3)
+    loss_fn = lambda h, y: truth.cross_entropy(head(h), y)  # noqa: E731
+    optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()], lr=1.0)
+    options = {"max_norm": 1.0, "noise_multiplier": 1.0, "expected_batch_size": 4}
+    with pytest.raises(ValueError, match=r"optimizer: has a parameter of shape \(3, 4\) that is not of the model"):
+        DPSGD(model, loss_fn, optimizer=optimizer, **options)
+    algorithm = make(model)
+    algorithm.optimizer.add_param_group({"params": head.parameters()})
+    with pytest.raises(ValueError, match="optimizer"):
+        algorithm.step(torch.randn(4, 5), torch.randint(0, 3, (4,)))
+    frozen = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3))
+    frozen[0].requires_grad_(False).weight.grad = torch.ones(4, 5)
+    with pytest.raises(ValueError, match=r"0\.weight"):
+        make(frozen)
+
+
 def test_a_seed_makes_it_reproducible():
     finals = []
     for seed in (1, 1, 2, None):

@@ -14,9 +14,7 @@ def test_equals_the_loop_over_samples(name):
     truth.check(*models.ZOO[name]())
 
 
-@pytest.mark.parametrize(
-    "name", ["gpt", "vit", "three_uses", "overlapping_views", "weight_norm", "lora_merged"]
-)
+@pytest.mark.parametrize("name", ["gpt", "vit", "three_uses", "overlapping_views", "weight_norm", "lora_merged"])
 def test_in_small_pieces(name, monkeypatch):
     """Chunks of samples and tiles of lines, as large models have them."""
     monkeypatch.setattr(factors, "PIECE", 50)

@@ -413,6 +413,58 @@ def test_bad_arguments_are_named():
             dpk.per_sample_gradients(*arguments)
 
 
+def test_stand_ins_of_an_earlier_call_are_refused():
+    """A weight cached over calls would have no row in the second."""
+    model = nn.utils.parametrizations.weight_norm(nn.Linear(5, CLASSES))
+    record(model)
+    with nn.utils.parametrize.cached():
+        record(model)
+        with pytest.raises(ValueError, match="kept from an earlier call"):
+            record(model)
+
+
+def test_complex_parameters_and_hooks_on_parameters_are_refused():
+    model = Function(lambda m, x: torch.fft.rfft(x).mul(m.w).abs(), w=torch.randn(3, dtype=torch.complex64))
+    with pytest.raises(ValueError, match=r"parameter w: is torch\.complex64"):
+        record(model)
+    model = nn.Linear(5, CLASSES)
+    model.weight.register_hook(lambda g: 0 * g)
+    with pytest.raises(ValueError, match="parameter weight: has gradient hooks"):
+        record(model)
+
+
+@pytest.mark.parametrize("how", ["detached", "data", "buffer"])
+def test_writing_into_the_model_is_refused_before_it_happens(how):
+    def forward(m, x):
+        if m.writing and how == "buffer":
+            m.mean += x.mean()
+        elif m.writing:
+            (m.layer.weight.detach() if how == "detached" else m.layer.weight.data)[:] = x.mean()
+        return m.layer(x)
+
+    model = Function(forward, layer=nn.Linear(5, CLASSES))
+    model.register_buffer("mean", torch.zeros(()))
+    model.writing = 0  # a number: not what tells one model from another
+    record(model)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    model.writing = 1
+    with pytest.raises(ValueError, match="changes during forward"):
+        record(model)
+    with pytest.raises(ValueError, match="changes during forward"):
+        record(model.eval())  # not known yet: found by the check
+    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+
+
+def test_rows_do_not_change_when_the_inputs_do():
+    x, ids = torch.randn(B, 5), torch.randint(0, 4, (B, 3))
+    forward = lambda m, x, ids: m.layer(x) + m.table(ids).sum(1)  # noqa: E731
+    rows = record(Function(forward, layer=nn.Linear(5, CLASSES), table=nn.Embedding(4, CLASSES)), (x, ids))
+    before = rows.materialize()
+    x.zero_()
+    ids.zero_()
+    torch.testing.assert_close(rows.materialize(), before)
+
+
 def test_gradients_inside_forward_that_are_only_looked_at():
     def forward(m, x):
         x = x.detach().requires_grad_()

@@ -112,15 +112,23 @@ def promote(tape: Tape, parameter: Tracked, layout: Layout, dims: int) -> Tensor
     return tape.tap((value.expand(size),), (), write, kind="view")[0]
 
 
-def aligned(tape: Tape, parameter: Any, samples: Tensor) -> bool:
-    """Whether dim 0 of a derived parameter is the sample, as in a table looked up by ids [B, T] that are constants."""
-    return (
+def aligned(tape: Tape, parameter: Any, samples: Tensor, what: str) -> bool:
+    """Whether dim 0 of a derived parameter is the sample, as in a table looked up by ids [B, T] that are constants.
+
+    As with copies: a size that happens to equal B is told apart by what the check has seen.
+    """
+    fits = (
         isinstance(parameter, Tracked)
         and not parameter._is_param
         and tape.batch > 1
         and parameter._value.dim() == samples.dim()
         and parameter._value.shape[0] == samples.shape[0] == tape.batch
     )
+    if fits and tape.plan is not None and "aligned" not in tape.plan.get(what, ()):
+        return False
+    if fits:
+        tape.seen.setdefault(what, set()).add("aligned")
+    return fits
 
 
 def promote_aligned(tape: Tape, parameter: Tracked) -> Tensor:
@@ -137,7 +145,8 @@ def promote_aligned(tape: Tape, parameter: Tracked) -> Tensor:
 def _join(func: Callable[..., Any], tape: Tape, tensors: Any, *args: Any, **kwargs: Any) -> Any:
     """Parameters whose dim 0 is the sample, beside samples."""
     samples = next((t for t in tensors if tape.holds_samples(t)), None)
-    if samples is None or not all(aligned(tape, t, samples) for t in tensors if isinstance(t, Tracked)):
+    parameters = [t for t in tensors if isinstance(t, Tracked)]
+    if samples is None or not all(aligned(tape, t, samples, named(func.__name__, t)) for t in parameters):
         return fallback(tape, func, (tensors, *args), kwargs)
     parts = [promote_aligned(tape, t) if isinstance(t, Tracked) else t for t in tensors]
     return func(parts, *args, **kwargs)
@@ -151,12 +160,12 @@ def _elementwise(func: Callable[..., Any], tape: Tape, *args: Any, **kwargs: Any
     def replace(t: Tensor) -> Tensor:
         if not isinstance(t, Tracked):
             return t
-        if aligned(tape, t, samples):
+        what = named(func.__name__, t)
+        if aligned(tape, t, samples, what):
             return promote_aligned(tape, t)
         shape = tuple(t._value.shape)
-        padded = (1,) * (dims - len(shape)) + shape
-        lead = next((i for i, size in enumerate(padded) if size != 1), dims)
-        return promote(tape, t, tape.layout(samples, lead, named(func.__name__, t)), dims)
+        covered = [i + dims - len(shape) for i, size in enumerate(shape) if size != 1]
+        return promote(tape, t, tape.layout(samples, dims, what, covered), dims)
 
     if any(isinstance(t, Tracked) and t._value.dim() > dims for t in tensors):
         return fallback(tape, func, args, kwargs)
@@ -186,9 +195,9 @@ def expanded(tape: Tape, func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor
     padded = (1,) * (len(size) - len(shape)) + shape
     new = len(size) - len(shape)
     grown = [i for i, n in enumerate(size) if i < 2 and n == tape.batch and padded[i] == 1 and (n > 1 or i < new)]
-    if not grown:
+    dim = tape.choose_copies(grown, named("expand", parameter))
+    if dim is None:
         return None
-    dim = tape.choose_dim(grown, parameter._value, named("expand", parameter))
     with tape.mode:
         others = [1 if i == dim else n for i, n in enumerate(size)]
         base = parameter.reshape(padded)
