@@ -132,6 +132,8 @@ def difference(x: Matrix, y: Matrix) -> Matrix:
 
 def zero_samples(m: Matrix, keep: Tensor) -> Matrix:
     """Samples that are not kept become zero by selection, in both factors: 0 * Inf would be NaN."""
+    if bool(keep.all()):
+        return m
 
     def select(t: Tensor) -> Tensor:
         return torch.where(keep.view(-1, *[1] * (t.dim() - 1)), t, torch.zeros((), dtype=t.dtype, device=t.device))
@@ -201,6 +203,9 @@ def squared_norms(m: Matrix) -> tuple[Tensor, Tensor]:
     by at most k u N_i^2 in total, for sums of at most k terms each. A row formed by adding up is off by at most
     (T + 2) u N_i in norm. The first is poor where addends cancel: such rows are then formed.
     """
+    if m.length == 1 and m.outer is not None:  # |g a^T| = |g| |a|: nothing to cancel
+        square = _inner_by_terms(m, m)
+        return square, square * (1 + (m.height + m.width + 64) * UNIT) + TINY**2
     size = sizes(m)
     if not _gram_is_cheaper(m, m):
         return _squared_norms_of_formed(m, size)

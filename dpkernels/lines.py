@@ -75,7 +75,8 @@ def propagate(tape: Tape, func: Any, args: Sequence[Any], kwargs: dict[str, Any]
 
 def _mark_written(tape: Tape, operands: list[Tensor], target: Tensor) -> None:
     """What is written into keeps its mark; a constant takes on that of what comes in."""
-    if not tape.mark_of(target) is not None or tape.mark_of(target) is False:
+    mark = tape.mark_of(target)
+    if mark is None or mark is False:
         lines = next((lines for t in operands if (lines := tape.lines_of(t)) is not None), None)
         fits = lines is not None and target.dim() > 0 and target.shape[0] == len(lines)
         tape.mark(target, lines if lines is not None and fits else True)

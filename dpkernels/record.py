@@ -39,6 +39,10 @@ class _Recorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         tape, kwargs = self.tape, kwargs or {}
+        if func.__name__ == "__get__":  # most of what a model asks for is a shape or a type
+            plain = func(*map_tensors(_value, args))
+            if not isinstance(plain, Tensor):
+                return plain
         if func not in tape.replaced and any(issubclass(t, Tracked) for t in types):
             return tape.run(func, args, kwargs)
         if func is torch.autograd.backward and tape.in_backward:  # of a reentrant checkpoint
@@ -51,7 +55,8 @@ class _Recorder(TorchFunctionMode):
             if not tape.replaced:
                 _refuse_overwriting(tape, func, args, kwargs)
             result = func(*args, **kwargs)
-        propagate(tape, func, args, kwargs, result)
+        if result is None or isinstance(result, Tensor | list | tuple):
+            propagate(tape, func, args, kwargs, result)
         return result
 
 

@@ -320,12 +320,16 @@ def _identity(x: Any, seen: tuple[int, ...]) -> Any:
         cells = [_content(cell) for cell in x.__closure__ or ()]
         return x.__code__, _identity((x.__defaults__, x.__kwdefaults__, cells), inside)
     if isinstance(x, nn.Module):
-        switches = {k: v for k, v in vars(x).items() if isinstance(v, bool | str | types.FunctionType)}
-        return type(x), _identity((switches, dict(x._modules)), inside)
+        return tuple((name, type(m), _switches(m, inside)) for name, m in x.named_modules())
     try:
         return weakref.ref(x)
     except TypeError:
         return type(x)
+
+
+def _switches(module: nn.Module, seen: tuple[int, ...]) -> tuple[Any, ...]:
+    kinds = (bool, str, types.FunctionType)
+    return tuple((k, _identity(v, seen)) for k, v in vars(module).items() if v.__class__ in kinds)
 
 
 def _content(cell: Any) -> Any:
