@@ -8,14 +8,16 @@ the ops do, so it shows in the self-check already.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dpkernels.nested import flat_tensors
-from dpkernels.tape import LOST, Mark, Tape
+from dpkernels.tape import LOST, Layout, Mark, Tape
 
 _WRITING = {"__setitem__", "__set__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__imod__"}
 _WRITING |= {"__iand__", "__ior__", "__ixor__", "__ifloordiv__", "__ilshift__", "__irshift__"}
@@ -48,6 +50,10 @@ _PICKING = {"sort", "gather", "take_along_dim", "topk", "take", "msort", "unique
 _PUTTING_BACK = {"index_add", "index_copy", "index_put", "scatter", "scatter_add", "scatter_reduce", "index_fill"}
 
 
+_FRESH = {f"{k}_like" for k in ("zeros", "ones", "empty", "full", "rand", "randn", "randint")}
+_FRESH |= {f"new_{k}" for k in ("zeros", "ones", "empty", "full", "tensor")}
+
+
 def writes(name: str) -> bool:
     """Whether an op of this name writes into its first argument."""
     if name.startswith("__"):
@@ -66,20 +72,30 @@ def propagate(tape: Tape, func: Any, args: Sequence[Any], kwargs: dict[str, Any]
                 tape.mark(t, False)
         return
     if writes(name) or out is not None:
-        _mark_written(tape, operands, next(flat_tensors(list(args) if out is None else out)))
+        _mark_written(tape, name, operands, next(flat_tensors(list(args) if out is None else out)))
         return
     results = list(flat_tensors(result))
     for t, mark in zip(results, _marks(tape, func, name, args, kwargs, operands, results), strict=True):
         tape.mark(t, _simplified(tape, mark))
 
 
-def _mark_written(tape: Tape, operands: list[Tensor], target: Tensor) -> None:
-    """What is written into keeps its mark; a constant takes on that of what comes in."""
-    mark = tape.mark_of(target)
-    if mark is None or mark is False:
-        lines = next((lines for t in operands if (lines := tape.lines_of(t)) is not None), None)
-        fits = lines is not None and target.dim() > 0 and target.shape[0] == len(lines)
-        tape.mark(target, lines if lines is not None and fits else True)
+def _mark_written(tape: Tape, name: str, operands: list[Tensor], target: Tensor) -> None:
+    """What is written into keeps its mark; a constant takes on that of what comes in.
+
+    By index, samples go where the check proves that they belong: a constant then has them in their places.
+    """
+    own = tape.mark_of(target)
+    constant = own is None or own is False
+    coming = [tape.mark_of(t) for t in operands if t is not target]
+    lines = next((m for m in coming if isinstance(m, Tensor) and target.dim() and len(m) == target.shape[0]), None)
+    if any(mark is LOST for mark in coming):
+        tape.mark(target, LOST)
+    elif name == "__setitem__" or name.rstrip("_") in _PUTTING_BACK:
+        tape.mark(target, LOST if isinstance(own, Tensor) or own is LOST else True)
+    elif constant:
+        tape.mark(target, True if lines is None else lines)
+    elif lines is not None and not (isinstance(own, Tensor) and torch.equal(own, lines)):
+        tape.mark(target, LOST)
     if target._base is not None and not tape.holds_samples(target._base):
         tape.mark(target._base, True)
 
@@ -100,30 +116,54 @@ def _marks(
     operands: list[Tensor],
     results: list[Tensor],
 ) -> list[Mark]:
-    x = args[0] if args else None
-    if func is Tensor.__getitem__ and tape.holds_samples(x):
-        return [_indexed(tape, args[0], args[1])] * len(results)
-    if name == "index_select" and tape.holds_samples(x):
-        index = args[2] if len(args) > 2 else kwargs["index"]
-        return [_indexed(tape, args[0], index) if _dim(args, kwargs, args[0], 0) == 0 else _kept(tape, args[0])]
+    if name in _FRESH:
+        return [False] * len(results)
+    x = args[0] if args else kwargs.get("input", kwargs.get("self"))
     if name in ("cat", "concat", "concatenate") and _dim(args, kwargs, results[0], 0) == 0:
-        parts = [line_numbers(tape, t, "cat") for t in flat_tensors(args[0])]
-        known = [p for p in parts if p is not None]
-        return [torch.cat(known) if len(known) == len(parts) else LOST if _any_lines(tape, operands) else True]
-    if name in _PICKING and isinstance(x, Tensor):
-        default = -1 if name in ("sort", "topk", "kthvalue", "mode") else 0
-        over_samples = x.dim() > 0 and _dim(args, kwargs, x, default) == 0
-        return [LOST if over_samples else _kept(tape, *operands)] * len(results)
-    if name in _SPLITTING and isinstance(x, Tensor) and _dim(args[1:], kwargs, x, 0) == 0:
-        lines = line_numbers(tape, x, name)
-        if lines is not None and sum(len(t) for t in results) == len(lines):
-            return list(lines.split([len(t) for t in results]))
-    if name == "narrow" and isinstance(x, Tensor) and args[1:2] == (0,):
-        lines = line_numbers(tape, x, name)
-        return [_kept(tape, x) if lines is None else lines.narrow(0, args[2], args[3])]
+        parts = [line_numbers(tape, t, _site("cat")) for t in flat_tensors(args[0] if args else kwargs["tensors"])]
+        known = [p for p in parts if isinstance(p, Tensor)]
+        unknown = _any_lines(tape, operands) or any(p is LOST for p in parts)
+        return [torch.cat(known) if len(known) == len(parts) else LOST if unknown else True]
+    if isinstance(x, Tensor) and tape.holds_samples(x) and x.dim() > 0:
+        found = _of_selection(tape, name, x, args, kwargs, results)
+        if found is not None:
+            return found
     if not _any_lines(tape, operands):
         return [LOST if any(tape.mark_of(t) is LOST for t in operands) else True] * len(results)
     return [_of_lined(tape, name, args, operands, t) for t in results]
+
+
+def _of_selection(
+    tape: Tape, name: str, x: Tensor, args: Sequence[Any], kwargs: dict[str, Any], results: list[Tensor]
+) -> list[Mark] | None:
+    """The marks of results of ops that pick lines of x; None for other ops."""
+    if name == "__getitem__":
+        return [_indexed(tape, x, args[1])] * len(results)
+    if name == "index_select":
+        index = args[2] if len(args) > 2 else kwargs["index"]
+        before = () if _dim(args, kwargs, x, 0) == 0 else (slice(None),) * _dim(args, kwargs, x, 0)
+        return [_indexed(tape, x, (*before, index))]
+    if name in ("select", "unbind"):
+        return [_indexed(tape, x, 0) if _dim(args, kwargs, x, 0) == 0 else _kept(tape, x)] * len(results)
+    if name in _PICKING:
+        behind = args[1:] if name in ("topk", "kthvalue") and "k" not in kwargs else args  # k comes before dim
+        default = -1 if name in ("sort", "topk", "kthvalue", "mode") else 0
+        return [LOST if _dim(behind, kwargs, x, default) == 0 else _kept(tape, x)] * len(results)
+    lines = None
+    if name in _SPLITTING and _dim(args[1:], kwargs, x, 0) == 0:
+        lines = line_numbers(tape, x, _site(name))
+        if isinstance(lines, Tensor) and sum(len(t) for t in results) == len(lines):
+            return list(lines.split([len(t) for t in results]))
+    elif name == "narrow" and args[1:2] == (0,):
+        lines = line_numbers(tape, x, _site(name))
+        if isinstance(lines, Tensor):
+            return [lines.narrow(0, int(args[2]), int(args[3]))]
+    elif name == "repeat_interleave":
+        counts = args[1] if len(args) > 1 else kwargs.get("repeats")
+        if isinstance(counts, Tensor) and counts.dim() == 1 and _dim((x, *args[2:]), kwargs, x, 0) == 0:
+            lines = line_numbers(tape, x, _site(name))
+            return [lines.repeat_interleave(counts) if isinstance(lines, Tensor) else LOST]
+    return [LOST] * len(results) if lines is LOST else None
 
 
 def _of_lined(tape: Tape, name: str, args: Sequence[Any], operands: list[Tensor], t: Tensor) -> Mark:
@@ -156,36 +196,58 @@ def _of_lined(tape: Tape, name: str, args: Sequence[Any], operands: list[Tensor]
 
 def _indexed(tape: Tape, x: Tensor, index: Any) -> Mark:
     """The mark of x[index]."""
-    first = index[0] if isinstance(index, tuple) and index else index
-    if isinstance(first, list):
-        first = torch.tensor(first, device=x.device)
+    items = [_as_index(i, x) for i in (index if isinstance(index, tuple) else (index,))]
+    first = items[0] if items else slice(None)
+    picked = any(isinstance(i, Tensor) and tape.holds_samples(i) for i in items)
+    if first is None or first is Ellipsis:  # what follows may pick lines of dim 0
+        return LOST if picked else _kept(tape, x)
+    where = tape.find_layout(x, min(x.dim(), 2), _site("indexing"))
+    if where is LOST:
+        return LOST
+    if isinstance(where, Layout) and where.dim == 1:
+        second = items[1] if len(items) > 1 else None
+        return LOST if isinstance(second, Tensor) and tape.holds_samples(second) else True
+    lines = line_numbers(tape, x, _site("indexing"))
+    if not isinstance(lines, Tensor):  # samples are neither in dim 0 nor in dim 1
+        return LOST if isinstance(first, Tensor) and tape.holds_samples(first) else _kept(tape, x)
     if isinstance(first, slice):
-        if first == slice(None):
-            return _kept(tape, x)
-        lines = line_numbers(tape, x, "indexing")
-        return _kept(tape, x) if lines is None else lines[first]
-    if not isinstance(first, Tensor):
-        return LOST if tape.lines_of(x) is not None and isinstance(first, int) else _kept(tape, x)
-    lines = line_numbers(tape, x, "indexing")
-    if lines is None:
-        followed = tape.find_layout(x, min(x.dim(), 2), "indexing")
-        return True if (followed is not None and followed.dim == 1) or not tape.holds_samples(first) else LOST
+        return lines[first]
+    if isinstance(first, int) or first.dim() == 0:
+        return LOST  # one sample
     if first.dtype in (torch.bool, torch.uint8):
         return lines[first.nonzero()[:, 0]]
-    return lines[first] if first.dim() == 1 else LOST if tape.holds_samples(first) else True
+    if first.dim() == 1:
+        return lines[first]
+    return LOST if picked else True  # the same whatever the data: the check has seen it
 
 
-def line_numbers(tape: Tape, t: Any, what: str) -> Tensor | None:
-    """For each line of dim 0, which sample it belongs to; None where dim 0 is something else."""
-    if not tape.holds_samples(t) or tape.mark_of(t) is LOST or t.dim() == 0:
+def _as_index(item: Any, x: Tensor) -> Any:
+    """Lists, ranges and arrays as the tensors that indexing makes of them."""
+    if isinstance(item, list | range | np.ndarray):
+        return torch.as_tensor(list(item) if isinstance(item, range) else item, device=x.device)
+    return item
+
+
+def line_numbers(tape: Tape, t: Any, what: str) -> Tensor | Literal["lost"] | None:
+    """For each line of dim 0, which sample it belongs to; None where dim 0 is something else, LOST if not settled."""
+    if not tape.holds_samples(t) or t.dim() == 0:
         return None
     lines = tape.lines_of(t)
     if lines is not None:
+        tape.seen.setdefault(what, set()).add(Layout(lines=lines).kind)
         return lines
     layout = tape.find_layout(t, min(t.dim(), 2), what)
-    if layout is None or layout.dim == 1:
-        return None
-    return torch.arange(tape.batch, device=t.device).repeat_interleave(layout.rows)
+    if not isinstance(layout, Layout):
+        return layout
+    return torch.arange(tape.batch, device=t.device).repeat_interleave(layout.rows) if layout.dim == 0 else None
+
+
+def _site(op: str) -> str:
+    """The op and the line of the model that calls it: what the plan knows such ops by."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("dpkernels", "torch"):
+        frame = frame.f_back
+    return f"{op} at {frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def _kept(tape: Tape, *operands: Tensor) -> Mark:

@@ -24,7 +24,7 @@ from dpkernels.rules import RULES
 from dpkernels.rules.broadcast import expanded
 from dpkernels.rules.fallback import fallback
 from dpkernels.rules.norm import refuse_mixing
-from dpkernels.tape import Plan, RecordingError, Tape, Tracked, no_autocast
+from dpkernels.tape import LOST, Plan, RecordingError, Tape, Tracked, no_autocast
 
 LossFunction = Callable[[Any, Any], Tensor]
 
@@ -160,8 +160,11 @@ _Held = tuple[dict[str, Any], str, Any]  # a module's dict, a name in it, and wh
 
 
 @contextlib.contextmanager
-def swapped(model: nn.Module, replacements: Mapping[int, Tensor]) -> Iterator[list[_Held]]:
-    """Parameters and buffers (by id) replaced wherever the modules hold them."""
+def swapped(model: nn.Module, replacements: Mapping[int, Tensor], undone: bool = False) -> Iterator[list[_Held]]:
+    """Parameters and buffers (by id) replaced wherever the modules hold them.
+
+    `undone`: other tensors that the modules hold as attributes are afterwards what they were before.
+    """
     undo: list[_Held] = []
     flat: list[tuple[Any, list[Any]]] = []
     loose = [(module, {k: v for k, v in vars(module).items() if isinstance(v, Tensor)}) for module in model.modules()]
@@ -185,20 +188,22 @@ def swapped(model: nn.Module, replacements: Mapping[int, Tensor]) -> Iterator[li
         for module, weights in flat:
             module.__dict__["_flat_weights"] = weights
         for module, tensors in loose:  # weight_norm by hooks leaves the weight it made on the module
-            for name in [k for k, v in vars(module).items() if isinstance(v, Tracked)]:
+            for name in [
+                k for k, v in vars(module).items() if isinstance(v, Tensor) and (undone or type(v) is Tracked)
+            ]:
                 vars(module).pop(name)
                 vars(module).update({name: tensors[name]} if name in tensors else {})
 
 
 @contextlib.contextmanager
-def running(model: nn.Module, replacements: Mapping[int, Tensor]) -> Iterator[list[_Held]]:
+def running(model: nn.Module, replacements: Mapping[int, Tensor], undone: bool = False) -> Iterator[list[_Held]]:
     """What a forward and backward with replaced parameters run under; compiled models run as they were written."""
     with contextlib.ExitStack() as stack:
         if any(type(m).__name__ == "OptimizedModule" or m._compiled_call_impl is not None for m in model.modules()):
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
-        yield stack.enter_context(swapped(model, replacements))
+        yield stack.enter_context(swapped(model, replacements, undone))
 
 
 def call(model: Callable[..., Any], inputs: Any) -> Any:
@@ -254,10 +259,12 @@ def record(
     for p in parameters.values():
         p.grad = None
     try:
-        with running(model, swaps) as held, _Recorder(tape):
+        with running(model, swaps, undone=bool(replaced)) as held, _Recorder(tape):
             losses = loss_fn(call(model, inputs), targets)
             _refuse_changed(held, swaps, versions)
             check_losses(losses, batch)
+            if tape.mark_of(losses) is LOST or tape.lines_of(losses) is not None:
+                raise RecordingError("loss_fn: its losses are not in the order of the samples; put them back in order")
             tape.in_backward = True
             if losses.requires_grad:
                 with no_autocast():  # gradients have the types that forward chose

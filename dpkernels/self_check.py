@@ -19,6 +19,7 @@ import contextlib
 import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -113,7 +114,9 @@ class _Proof:
         wanted = [rows.weighted_sums(self.weights * mask) for mask in masks]
         del rows  # as large as a step: one at a time
         _compare(ops, sizes, self.plain, whole, "the sum of its rows is not the ordinary gradient")
-        self.recorded(everyone, mask=masks[0], plan=plan, inspect=partial(_check_masked, masks[0] == 0))
+        for alike in (False, True):
+            look_masked = partial(_check_masked, masks[0] == 0)
+            self.recorded(everyone, mask=masks[0], plan=plan, inspect=look_masked, alike=alike)
         for part, want in zip(parts, wanted, strict=True):
             alone = self.recorded(part, plan=plan).weighted_sums(self.weights[part])
             _compare(ops, sizes, alone, want, "a sample's row depends on which other samples are in the batch")
@@ -125,10 +128,13 @@ class _Proof:
         mask: Tensor | None = None,
         plan: Plan | None = None,
         inspect: Callable[[Tape], None] | None = None,
+        alike: bool = False,
     ) -> PerSample:
-        """The rows of some samples, in this order."""
+        """The rows of some samples, in this order; or of as many that are nearly alike, which go one way if routed."""
         torch.manual_seed(0)
         x, y = (map_tensors(lambda t: t[part.to(t.device)] if t.dim() else t, z) for z in (self.inputs, self.targets))
+        if alike:
+            x = map_tensors(lambda t: _repeated(len(part), t[:1]) if t.dim() else t, x)
         return record(
             self.model,
             self.loss_fn,
@@ -138,10 +144,15 @@ class _Proof:
             plan=plan,
             weights=mask,
             values={name: p.detach().clone() for name, p in trainable(self.model).items()} | self.values,
-            buffers={id(b): b.clone() for b in self.model.buffers()},
+            buffers=self.constants(),
             replaced=STILL,
             inspect=inspect,
         )
+
+    def constants(self) -> dict[int, Tensor]:
+        """Copies of buffers and frozen parameters, by the ids of those, for a model that writes into them."""
+        frozen = [p for p in self.model.parameters() if not p.requires_grad]
+        return {id(t): t.detach().clone() for t in (*self.model.buffers(), *frozen)}
 
     def ordinary(self) -> dict[str, Tensor]:
         """The ordinary gradient of sum_i weights_i loss_i; the model is left as it was."""
@@ -150,8 +161,8 @@ class _Proof:
         parameters = trainable(self.model)
         leaves = {name: nn.Parameter(self.values.get(name, p).detach().clone()) for name, p in parameters.items()}
         swaps: dict[int, Tensor] = {id(p): leaves[name] for name, p in parameters.items()}
-        swaps |= {id(b): b.clone() for b in self.model.buffers()}
-        with running(self.model, swaps), _Still():
+        swaps |= self.constants()
+        with running(self.model, swaps, undone=True), _Still():
             losses = self.loss_fn(call(self.model, self.inputs), self.targets)
             check_losses(losses, self.batch)
             if losses.requires_grad:
@@ -195,9 +206,9 @@ def _compare(
     total = sum(sizes.values())
     for name, want in wanted.items():
         coarse = want.element_size() < 4 or torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+        own, others = (5e-2, 1e-3) if coarse else (1e-7, 1e-10) if want.dtype == torch.float64 else (2e-4, 1e-6)
         error = float((want.double() - got[name].double()).norm())
-        allowed = (5e-2 if coarse else 1e-3) * sizes[name] + (1e-3 if coarse else 1e-6) * total
-        if not error <= allowed:  # a NaN is no proof
+        if not error <= own * sizes[name] + others * total:  # a NaN is no proof
             raise _refusal(ops, name, f"{words} (off by {error:.1e})")
 
 
@@ -231,6 +242,12 @@ def _attention(*args: Any, **kwargs: Any) -> Tensor:
     return F.scaled_dot_product_attention(*args, **kwargs)
 
 
+def _first_of(draw: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """The same number everywhere, of those that may be drawn."""
+    drawn = draw(*args, **kwargs)
+    return drawn.fill_(int(drawn.min())) if drawn.numel() else drawn
+
+
 def _recurrent(layer: Callable[..., Any], *args: Any) -> Any:
     dropout = 5 if isinstance(args[3], bool) else 6  # one later for a packed sequence
     return layer(*args[:dropout], 0.0, *args[dropout + 1 :])
@@ -257,6 +274,13 @@ STILL: Mapping[Any, Callable[..., Any]] = {
     Tensor.uniform_: lambda x, *_, **__: x.fill_(0.5),
     Tensor.exponential_: lambda x, *_, **__: x.fill_(0.5),
     torch.normal: lambda mean, std=1.0, *_, **__: mean + 0.5 * std,
+    torch.randint: partial(_first_of, torch.randint),
+    torch.randint_like: partial(_first_of, torch.randint_like),
+    torch.multinomial: partial(_first_of, torch.multinomial),
+    Tensor.multinomial: partial(_first_of, torch.multinomial),
+    torch.poisson: _same,
+    **dict.fromkeys((Tensor.geometric_, Tensor.log_normal_, Tensor.cauchy_), lambda x, *_, **__: x.fill_(1)),
+    Tensor.random_: lambda x, *_, **__: x.zero_(),
     torch.rand: partial(_constant, 0.5, torch.zeros),
     torch.randn: partial(_constant, 0.5, torch.zeros),
     torch.rand_like: partial(_constant, 0.5, torch.zeros_like),
@@ -271,9 +295,13 @@ def _nudged(p: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _made_up(batch: int, generator: torch.Generator, draw: Callable[..., Tensor], t: Tensor) -> Tensor:
-    if t.dim() == 0 or t.dtype == torch.bool:
-        return _repeated(batch, t)
+    if t.dim() == 0:
+        return t
     shape = (batch, *t.shape[1:])
+    if t.dtype == torch.bool:  # as many as no other sample has, not in order, neither none nor all
+        size = max(t.shape[1:].numel(), 1)
+        count = 1 + (torch.arange(batch) * 2 + 1) % batch % max(size - 1, 1)
+        return (torch.arange(size) < count[:, None]).view(shape).to(t.device)
     if t.is_floating_point():
         values = draw(shape, generator=generator)
     else:
@@ -301,9 +329,10 @@ def _identity(x: Any, seen: tuple[int, ...]) -> Any:
     """What tells one model or loss function from another. One made anew in the same way is the same one.
 
     Functions by their code and what they take in; modules by type, switches and parts; switches and names as they are;
-    numbers (which change as training goes) and tensors by form; other objects as objects.
+    numbers (which change as training goes) and tensors by form; other objects as objects. So a model that switches by a
+    number it keeps is not checked again.
     """
-    if x is None or isinstance(x, bool | str):
+    if x is None or isinstance(x, bool | str | Enum):
         return x
     if isinstance(x, int | float | complex | Tensor | type) or id(x) in seen:
         return type(x)
@@ -316,6 +345,8 @@ def _identity(x: Any, seen: tuple[int, ...]) -> Any:
         return tuple((str(key), _identity(item, inside)) for key, item in x.items())
     if isinstance(x, types.MethodType):
         return _identity((x.__func__, x.__self__), inside)
+    if isinstance(x, types.BuiltinFunctionType):
+        return x
     if isinstance(x, types.FunctionType):
         cells = [_content(cell) for cell in x.__closure__ or ()]
         return x.__code__, _identity((x.__defaults__, x.__kwdefaults__, cells), inside)
@@ -328,8 +359,10 @@ def _identity(x: Any, seen: tuple[int, ...]) -> Any:
 
 
 def _switches(module: nn.Module, seen: tuple[int, ...]) -> tuple[Any, ...]:
-    kinds = (bool, str, types.FunctionType)
-    return tuple((k, _identity(v, seen)) for k, v in vars(module).items() if v.__class__ in kinds)
+    kinds = (bool, str, Enum, partial, types.FunctionType, types.MethodType, types.BuiltinFunctionType)
+    named = tuple((k, _identity(v, seen)) for k, v in vars(module).items() if isinstance(v, kinds))
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    return named, tuple(_identity(hook, seen) for hook in hooks)
 
 
 def _content(cell: Any) -> Any:

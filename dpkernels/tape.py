@@ -49,6 +49,11 @@ class Layout:
         """What does not depend on sizes: the layouts of one op in two runs of a model are of one kind."""
         return "lines" if self.lines is not None else f"dim {self.dim}" if self.rows == 1 else "rows"
 
+    @property
+    def in_dim_0(self) -> bool:
+        """Lines of samples may come to be in order, and one for each: dim 0, rows and lines are one family."""
+        return self.dim == 0
+
 
 class Tracked(Tensor):
     """A parameter, or something derived from parameters, under recording."""
@@ -213,10 +218,12 @@ class Tape:
             )
         return chosen
 
-    def find_layout(self, t: Tensor, lead: int, what: str) -> Layout | None:
-        """The same, or None where it is not known."""
-        candidates = [] if self.mark_of(t) is LOST else self._candidates(t, lead, ())
-        return self._choose(candidates, what) if candidates else None
+    def find_layout(self, t: Tensor, lead: int, what: str) -> Layout | Literal["lost"] | None:
+        """The same; None where samples are in none of these dimensions, LOST where it is not settled in which."""
+        if self.mark_of(t) is LOST:
+            return LOST
+        candidates = self._candidates(t, lead, ())
+        return (self._choose(candidates, what) or LOST) if candidates else None
 
     def choose_copies(self, dims: list[int], what: str) -> int | None:
         """Which dimension, of those that grow to B, is the sample's; None for none of them.
@@ -246,12 +253,16 @@ class Tape:
         return candidates
 
     def _choose(self, candidates: list[Layout], what: str) -> Layout | None:
+        """The candidate that the plan has for this op; the first while there is no plan; None if it is not settled."""
         chosen = candidates[0]
-        if self.plan is not None and self.batch > 1 and len(candidates) > 1:
-            planned = [c for c in candidates if c.kind in self.plan.get(what, ())]
-            if len(planned) != 1:
+        if self.plan is not None and self.batch > 1:
+            kinds = self.plan.get(what)
+            if kinds is not None:
+                zero = bool(kinds - {"dim 1", "none", "aligned"})
+                candidates = [c for c in candidates if (zero if c.in_dim_0 else "dim 1" in kinds)]
+            if len(candidates) != 1:
                 return None
-            chosen = planned[0]
+            chosen = candidates[0]
         self.seen.setdefault(what, set()).add(chosen.kind)
         return chosen
 

@@ -57,5 +57,7 @@ def lookup(tape: Tape, table: Any, *index: Any) -> Any:
     if not tracked(table) or not simple or not tape.holds_samples(ids) or table.dim() == 0:
         return fallback(tape, func, (table, *index), {})
     with tape.mode:
+        if ids.dim() == 0:  # one line for all samples, whoever chose it
+            return table[int(ids)]
         lines = F.embedding(torch.where(ids < 0, ids + len(table), ids), table.reshape(len(table), -1))
         return lines.reshape([*ids.shape, *table.shape[1:]])

@@ -63,7 +63,7 @@ def fallback(tape: Tape, func: Callable[..., Any], args: Sequence[Any], kwargs: 
     def write(saved: tuple[Tensor, ...], gradients: tuple[Tensor | None, ...]) -> None:
         gs = [torch.zeros_like(y) if g is None else g for y, g in zip(saved[len(samples) :], gradients, strict=True)]
         xs, gs = ([_split(t, units) for t in ts] for ts in (saved[: len(samples)], gs))
-        rows = _per_unit(lambda ps, x: [call(ps, x)[i] for i in chosen], own, xs, gs)
+        rows = _per_unit(lambda ps, x: [call(ps, x)[i] for i in chosen], own, xs, gs, what)
         for i, row in zip(parameters, rows, strict=True):
             if layout.lines is not None:
                 row = row.new_zeros(tape.batch, *row.shape[1:]).index_add(0, layout.lines, row)
@@ -93,7 +93,7 @@ def _split(t: Tensor, units: int) -> Tensor:
 
 
 def _per_unit(
-    function: Callable[..., list[Tensor]], own: list[Tensor], xs: list[Tensor], gs: list[Tensor]
+    function: Callable[..., list[Tensor]], own: list[Tensor], xs: list[Tensor], gs: list[Tensor], what: str
 ) -> list[Tensor]:
     """The vjp with respect to `own` for each unit, stacked."""
 
@@ -106,7 +106,10 @@ def _per_unit(
             warnings.simplefilter("ignore")
             return list(torch.func.vmap(one)(xs, gs))
     except (RuntimeError, NotImplementedError, ValueError):  # no batching rule: one after the other
-        return _one_by_one(function, own, xs, gs)
+        try:
+            return _one_by_one(function, own, xs, gs)
+        except Exception as error:
+            raise RecordingError(f"{what}: does not run on one sample alone ({error})") from error
 
 
 def _one_by_one(

@@ -61,6 +61,10 @@ def _layers(
     first = hx if isinstance(hx, list | tuple) else (hx,)
     for state in first:
         tape.mark(state, True)  # [layers, B, H], whoever made it
+    starts = [tuple(s[at] for s in first) for at in range(num_layers * directions)]
+    lines = tape.lines_of(input) if batch_first else None
+    for s in (s for state in starts for s in state):
+        tape.mark(s, True if lines is None else lines)
     weights = list(params)
     per_layer = len(weights) // (num_layers * directions)
     with tape.mode:
@@ -73,8 +77,7 @@ def _layers(
             for direction in range(directions):
                 at = layer * directions + direction
                 own = weights[at * per_layer : (at + 1) * per_layer]
-                state = tuple(s[at] for s in first)
-                output, state = _one_direction(step, x, state, own, has_biases, direction == 1)
+                output, state = _one_direction(step, x, starts[at], own, has_biases, direction == 1)
                 outputs.append(output)
                 finals.append(state)
             x = outputs[0] if directions == 1 else torch.cat(outputs, dim=-1)
