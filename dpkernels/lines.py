@@ -86,11 +86,13 @@ def _mark_written(tape: Tape, name: str, operands: list[Tensor], target: Tensor)
     """
     own = tape.mark_of(target)
     constant = own is None or own is False
-    coming = [tape.mark_of(t) for t in operands if t is not target]
+    placed = name == "__setitem__" or name.rstrip("_") in _PUTTING_BACK
+    values = operands[-1:] if placed else operands  # behind the index
+    coming = [tape.mark_of(t) for t in values if t is not target]
     lines = next((m for m in coming if isinstance(m, Tensor) and target.dim() and len(m) == target.shape[0]), None)
     if any(mark is LOST for mark in coming):
         tape.mark(target, LOST)
-    elif name == "__setitem__" or name.rstrip("_") in _PUTTING_BACK:
+    elif placed:
         tape.mark(target, LOST if isinstance(own, Tensor) or own is LOST else True)
     elif constant:
         tape.mark(target, True if lines is None else lines)
@@ -168,10 +170,10 @@ def _of_selection(
 
 def _of_lined(tape: Tape, name: str, args: Sequence[Any], operands: list[Tensor], t: Tensor) -> Mark:
     """The mark of a result of some other op, one of whose operands has lines of its own."""
+    if name in _PUTTING_BACK:  # by index, which the check has seen
+        return LOST if tape.mark_of(operands[-1]) is LOST or tape.lines_of(operands[0]) is not None else True
     if any(tape.mark_of(o) is LOST for o in operands):
         return LOST
-    if name in _PUTTING_BACK:
-        return True
     lines = next(lines for o in operands if (lines := tape.lines_of(o)) is not None)
     if t.dim() == 0:
         return LOST
@@ -218,7 +220,7 @@ def _indexed(tape: Tape, x: Tensor, index: Any) -> Mark:
         return lines[first.nonzero()[:, 0]]
     if first.dim() == 1:
         return lines[first]
-    return LOST if picked else True  # the same whatever the data: the check has seen it
+    return LOST if tape.holds_samples(first) else True  # the same whatever the data: the check has seen it
 
 
 def _as_index(item: Any, x: Tensor) -> Any:
