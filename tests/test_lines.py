@@ -84,3 +84,81 @@ def test_other_reorderings_are_refused_in_the_check():
     model = Function(forward, body=nn.Linear(5, 4), head=nn.Linear(4, CLASSES))
     with pytest.raises(ValueError, match=r"head.*order that was lost"):
         dpk.per_sample_gradients(model, truth.cross_entropy, torch.arange(30.0).view(6, 5), labels())
+
+
+def experts_sorted(m, x, like):
+    """Sort by expert, run each on its part, write back by index."""
+    choice = (m.gate(x)[:, 0] > 0).long()
+    order = choice.argsort(stable=True)
+    few, many = x[order].split([int((choice == 0).sum()), int((choice == 1).sum())])
+    out = like(m, x, order)
+    out[order] = torch.cat([m.body(few), m.other(many)])
+    return m.mid(out.tanh())
+
+
+WRITTEN = {
+    "zeros": lambda m, x, order: torch.zeros(len(x), 4, dtype=x.dtype),
+    "new": lambda m, x, order: x[order].new_zeros(len(x), 4),
+    "like": lambda m, x, order: torch.empty_like(m.body(x[order])),
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize("seed", range(8))
+def test_written_back_by_index(name, seed):
+    """What is written into by index has samples in their places, whatever lines they came from."""
+    torch.manual_seed(seed)
+    layers = {part: nn.Linear(5, 4) for part in ("body", "other", "gate")}
+    forward = lambda m, x: m.head(experts_sorted(m, x, WRITTEN[name]))  # noqa: E731
+    model = Function(forward, **layers, mid=nn.Linear(4, 4), head=nn.Linear(4, CLASSES))
+    truth.check(model, truth.cross_entropy, torch.randn(4, 5), labels(4))
+
+
+REORDERED = {
+    "followed": lambda m, x, o: m.body(x[o])[o.argsort()],
+    "by_array": lambda m, x, o: m.body(x[o.numpy()])[o.argsort()],
+    "stacked": lambda m, x, o: m.body(torch.stack([x[i] for i in o.tolist()]))[o.argsort()],
+    "time_major": lambda m, x, o: m.body(x.transpose(0, 1)[:, o]).transpose(0, 1)[o.argsort()],
+    "in_place": lambda m, x, o: m.body(torch.zeros_like(x).copy_(x[o]))[o.argsort()],
+    "looked_up": lambda m, x, o: m.body(F.embedding(o, x.flatten(1)).view(x.shape))[o.argsort()],
+    "one_hot": lambda m, x, o: m.body(torch.einsum("ij,jtd->itd", F.one_hot(o, len(x)).to(x.dtype), x))[o.argsort()],
+    "ragged": lambda m, x, o: m.body(x.repeat_interleave(o + 1, dim=0)).sum((0, 1)) + m.body(x),
+    "left_sorted": lambda m, x, o: m.body(x)[o],
+}
+
+
+@pytest.mark.parametrize("name", REORDERED)
+def test_an_order_that_is_trivial_at_first(name):
+    """Full masks first, ragged ones later: exact or refused, and the same both times."""
+    torch.manual_seed(0)
+    forward = lambda m, x, mask: m.head(REORDERED[name](m, x, mask.sum(1).argsort(stable=True)).sum(1))  # noqa: E731
+    model = Function(forward, body=nn.Linear(5, 4), head=nn.Linear(4, CLASSES))
+    x, full = torch.randn(4, 6, 5), torch.ones(4, 6).bool()
+    ragged = torch.arange(6) < torch.tensor([5, 2, 6, 3])[:, None]
+    outcomes = []
+    for mask in (full, ragged):
+        try:
+            truth.check(model, truth.cross_entropy, (x, mask), labels(4))
+            outcomes.append("exact")
+        except ValueError:
+            outcomes.append("refused")
+    assert outcomes[0] == outcomes[1]
+    assert outcomes[0] == "exact" or name not in ("followed", "by_array", "in_place")
+
+
+def test_samples_mixed_inside_an_expert_are_found():
+    """Made-up samples may all go different ways; those that are nearly alike do not."""
+
+    def forward(m, x):
+        choice = m.gate(x).argmax(-1)
+        out = x.new_zeros(len(x), CLASSES)
+        for i, expert in enumerate(m.experts):
+            rows = (choice == i).nonzero().squeeze(1)
+            out[rows] = expert(x[rows]).softmax(0)
+        return out
+
+    torch.manual_seed(0)
+    experts = nn.ModuleList(nn.Linear(5, CLASSES) for _ in range(16))
+    model = Function(forward, gate=nn.Linear(5, 16), experts=experts)
+    with pytest.raises(ValueError, match=r"sample|gradient"):
+        dpk.per_sample_gradients(model, truth.cross_entropy, torch.randn(6, 5), labels())

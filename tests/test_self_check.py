@@ -229,7 +229,13 @@ def test_a_changed_model_or_loss_is_checked_again():
     settings["mixed"] = True
     with pytest.raises(ValueError, match="weight"):
         dpk.per_sample_gradients(layer, loss, x, y)
-    for change in (lambda m: setattr(m, "mixed", True), lambda m: setattr(m, "last", nn.Softmax(0))):
+    changes = [
+        lambda m: setattr(m, "mixed", True),
+        lambda m: setattr(m, "last", nn.Softmax(0)),
+        lambda m: m.layer.register_forward_pre_hook(lambda _, x: (x[0] - x[0].mean(0),)),
+        lambda m: setattr(m.layer, "forward", lambda x: F.linear(x - x.mean(0), m.layer.weight)),
+    ]
+    for change in changes:
         model = Switch()
         dpk.per_sample_gradients(model, truth.cross_entropy, x, y)
         change(model)
@@ -247,3 +253,18 @@ def test_losses_made_anew_are_not_checked_anew(monkeypatch):
         dpk.per_sample_gradients(model, loss, x, y)
         dpk.per_sample_gradients(model, lambda o, y, s=step: truth.cross_entropy(o, y) / (1 + s), x, y)
     assert len(checks) == 2
+
+
+def test_a_check_leaves_frozen_weights_and_attributes_alone():
+    def forward(m, x):
+        m.teacher.weight.data.mul_(0.9)
+        m.seen = x.mean()
+        return m.layer(x) + m.teacher(x).detach()
+
+    model = Function(forward, layer=nn.Linear(5, CLASSES), teacher=nn.Linear(5, CLASSES).requires_grad_(False))
+    model.seen = torch.zeros(())
+    before = model.teacher.weight.clone()
+    with pytest.raises(ValueError, match="weight: changes during forward"):
+        dpk.per_sample_gradients(model, truth.cross_entropy, torch.randn(6, 5), labels())
+    assert torch.equal(model.teacher.weight, before)
+    assert float(model.seen) == 0.0
