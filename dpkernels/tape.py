@@ -180,6 +180,8 @@ class Tape:
     def mark(self, t: Any, samples: Mark) -> None:
         """Note about a tensor what `dpkernels.lines` found."""
         if isinstance(t, Tensor) and not isinstance(t, Tracked):
+            if self.batch == 1 and samples is not False:
+                samples = True  # of one sample no order is lost
             t._dpk_mark = (self._token, samples)  # type: ignore[attr-defined]
 
     def mark_of(self, t: Tensor) -> Mark | None:
