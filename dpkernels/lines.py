@@ -2,8 +2,8 @@
 
 A tensor's mark is True (samples in their usual place), False (a constant), a tensor of sample numbers, one for each
 line of dim 0 (after indexing, routing, sorting, concatenating), or LOST: it holds samples, but an op has reordered
-them in a way that is not followed. A parameter that meets a LOST tensor is refused. That does not depend on values:
-the ops do, so it shows in the self-check already.
+them in a way that is not followed. A parameter that meets a LOST tensor is refused. Which ops lose the order does not
+depend on values, so that it shows in the self-check already.
 """
 
 from __future__ import annotations
@@ -21,35 +21,11 @@ from dpkernels.tape import LOST, Layout, Mark, Tape
 
 _WRITING = {"__setitem__", "__set__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__imod__"}
 _WRITING |= {"__iand__", "__ior__", "__ixor__", "__ifloordiv__", "__ilshift__", "__irshift__"}
-_RESHAPING = {
-    "reshape",
-    "view",
-    "flatten",
-    "unflatten",
-    "squeeze",
-    "unsqueeze",
-    "reshape_as",
-    "view_as",
-    "_unsafe_view",
-}
+_RESHAPING = {"reshape", "view", "flatten", "unflatten", "squeeze", "unsqueeze", "reshape_as", "view_as"}
 _SPLITTING = {"split", "chunk", "tensor_split", "split_with_sizes", "unsafe_split", "unsafe_chunk"}
-_MOVING = {
-    "t",
-    "transpose",
-    "permute",
-    "movedim",
-    "moveaxis",
-    "swapaxes",
-    "swapdims",
-    "flip",
-    "roll",
-    "flipud",
-    "rot90",
-}
+_MOVING = {"t", "transpose", "permute", "movedim", "moveaxis", "swapaxes", "swapdims", "flip", "roll", "rot90"}
 _PICKING = {"sort", "gather", "take_along_dim", "topk", "take", "msort", "unique", "masked_select", "kthvalue", "mode"}
 _PUTTING_BACK = {"index_add", "index_copy", "index_put", "scatter", "scatter_add", "scatter_reduce", "index_fill"}
-
-
 _FRESH = {f"{k}_like" for k in ("zeros", "ones", "empty", "full", "rand", "randn", "randint")}
 _FRESH |= {f"new_{k}" for k in ("zeros", "ones", "empty", "full", "tensor")}
 
@@ -75,7 +51,7 @@ def propagate(tape: Tape, func: Any, args: Sequence[Any], kwargs: dict[str, Any]
         _mark_written(tape, name, operands, next(flat_tensors(list(args) if out is None else out)))
         return
     results = list(flat_tensors(result))
-    for t, mark in zip(results, _marks(tape, func, name, args, kwargs, operands, results), strict=True):
+    for t, mark in zip(results, _marks(tape, name, args, kwargs, operands, results), strict=True):
         tape.mark(t, _simplified(tape, mark))
 
 
@@ -111,7 +87,6 @@ def _simplified(tape: Tape, mark: Mark) -> Mark:
 
 def _marks(
     tape: Tape,
-    func: Any,
     name: str,
     args: Sequence[Any],
     kwargs: dict[str, Any],
@@ -143,7 +118,7 @@ def _of_selection(
         return [_indexed(tape, x, args[1])] * len(results)
     if name == "index_select":
         index = args[2] if len(args) > 2 else kwargs["index"]
-        before = () if _dim(args, kwargs, x, 0) == 0 else (slice(None),) * _dim(args, kwargs, x, 0)
+        before = (slice(None),) * _dim(args, kwargs, x, 0)
         return [_indexed(tape, x, (*before, index))]
     if name in ("select", "unbind"):
         return [_indexed(tape, x, 0) if _dim(args, kwargs, x, 0) == 0 else _kept(tape, x)] * len(results)
