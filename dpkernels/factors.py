@@ -117,13 +117,13 @@ def difference(x: Matrix, y: Matrix) -> Matrix:
     """
     outers: list[Term] = []
     if x.outer is not None and y.outer is not None and x.outer.a.shape == y.outer.a.shape:
-        a, g, a_, g_ = (_at_least_float(t) for t in (x.outer.a, x.outer.g, y.outer.a, y.outer.g))
+        a, g, a_, g_ = (at_least_float(t) for t in (x.outer.a, x.outer.g, y.outer.a, y.outer.g))
         outers = [Outer(a - a_, g), Outer(a_, g - g_)]
     else:
         outers = [t for t in (x.outer, scaled(y, -1).outer) if t is not None]
     rows: list[Term] = []
     if x.rows is not None and y.rows is not None and torch.equal(x.rows.ids, y.rows.ids):
-        rows = [Rows(x.rows.ids, _at_least_float(x.rows.g) - _at_least_float(y.rows.g))]
+        rows = [Rows(x.rows.ids, at_least_float(x.rows.g) - at_least_float(y.rows.g))]
     else:
         rows = [t for t in (x.rows, scaled(y, -1).rows) if t is not None]
     dense = [t for t in (x.dense, scaled(y, -1).dense) if t is not None]
@@ -372,5 +372,6 @@ def _join(tensors: list[Tensor]) -> Tensor:
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=1)
 
 
-def _at_least_float(t: Tensor) -> Tensor:
+def at_least_float(t: Tensor) -> Tensor:
+    """Half types widened to float32; float32 and float64 as they are."""
     return t if t.dtype == torch.float64 else t.float()

@@ -8,7 +8,7 @@ that touch a parameter to the rules. See `dpkernels.tape`.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -206,6 +206,19 @@ def running(model: nn.Module, replacements: Mapping[int, Tensor], undone: bool =
         yield stack.enter_context(swapped(model, replacements, undone))
 
 
+@contextlib.contextmanager
+def gradients_aside(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """No parameter has a gradient; afterwards each has what it had."""
+    kept = [(p, p.grad) for p in parameters]
+    try:
+        for p, _ in kept:
+            p.grad = None
+        yield
+    finally:
+        for p, grad in kept:
+            p.grad = grad
+
+
 def call(model: Callable[..., Any], inputs: Any) -> Any:
     """The model on a tensor, a tuple (as arguments) or a dict (as keywords)."""
     if isinstance(inputs, Mapping):
@@ -255,10 +268,7 @@ def record(
         tape.mark(t, t.dim() > 0)
     tape.owned = {*tape.guarded, *(t.untyped_storage().data_ptr() for t in flat_tensors((inputs, targets)))}
     versions = {id(t): t._version for t in (*leaves.values(), *swaps.values()) if not isinstance(t, Tracked)}
-    kept = {name: p.grad for name, p in parameters.items()}
-    for p in parameters.values():
-        p.grad = None
-    try:
+    with gradients_aside(parameters.values()), contextlib.closing(tape):
         with running(model, swaps, undone=bool(replaced)) as held, _Recorder(tape):
             losses = loss_fn(call(model, inputs), targets)
             _refuse_changed(held, swaps, versions)
@@ -275,10 +285,6 @@ def record(
             inspect(tape)
         with no_autocast():
             return assemble(tape, leaves)
-    finally:
-        tape.close()
-        for name, p in parameters.items():
-            p.grad = kept[name]
 
 
 def check_losses(losses: Any, batch: int) -> None:

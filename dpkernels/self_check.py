@@ -15,10 +15,9 @@ some values, or only for some batch sizes, is not proven.
 
 from __future__ import annotations
 
-import contextlib
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -30,7 +29,17 @@ from torch import Tensor, nn
 from dpkernels import factors
 from dpkernels.nested import flat_tensors, map_tensors
 from dpkernels.per_sample import PerSample
-from dpkernels.record import LossFunction, backward, call, check_losses, record, refuse_bypass, running, trainable
+from dpkernels.record import (
+    LossFunction,
+    backward,
+    call,
+    check_losses,
+    gradients_aside,
+    record,
+    refuse_bypass,
+    running,
+    trainable,
+)
 from dpkernels.tape import Plan, RecordingError, Tape, no_autocast
 
 _proven: weakref.WeakKeyDictionary[nn.Module, dict[Any, Plan]] = weakref.WeakKeyDictionary()
@@ -54,7 +63,7 @@ def check(model: nn.Module, loss_fn: LossFunction, inputs: Any, targets: Any) ->
     """
     sizes = {n for t in flat_tensors(inputs) for n in t.shape[1:]}
     primes = [p for p in (3, 5, 7, 11, 13) if all(n % p for n in sizes)] + [3, 5]
-    with torch.random.fork_rng(devices=[]), no_gradients_left(model):
+    with torch.random.fork_rng(devices=[]), gradients_aside(model.parameters()):
         try:
             return _Proof(model, loss_fn, inputs, targets, primes[0]).plan()
         except RecordingError as first:
@@ -157,7 +166,6 @@ class _Proof:
     def ordinary(self) -> dict[str, Tensor]:
         """The ordinary gradient of sum_i weights_i loss_i; the model is left as it was."""
         torch.manual_seed(0)
-        self.model.zero_grad()
         parameters = trainable(self.model)
         leaves = {name: nn.Parameter(self.values.get(name, p).detach().clone()) for name, p in parameters.items()}
         swaps: dict[int, Tensor] = {id(p): leaves[name] for name, p in parameters.items()}
@@ -170,17 +178,6 @@ class _Proof:
                     backward(losses, self.weights.to(losses))
         refuse_bypass(parameters)
         return {name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in leaves.items()}
-
-
-@contextlib.contextmanager
-def no_gradients_left(model: nn.Module) -> Iterator[None]:
-    """Gradients that a check leaves on parameters are taken away again."""
-    kept = [(p, p.grad) for p in model.parameters()]
-    try:
-        yield
-    finally:
-        for p, grad in kept:
-            p.grad = grad
 
 
 def _ops(tape: Tape) -> dict[str, str]:

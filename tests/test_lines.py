@@ -78,6 +78,19 @@ def test_exact_whatever_the_counts(forward, batch, counts):
     truth.check(model, truth.cross_entropy, (torch.randn(batch, 4, 5), mask), labels(batch))
 
 
+@pytest.mark.parametrize(
+    "layer", [nn.Conv2d(2, CLASSES, 4), nn.Sequential(nn.GroupNorm(1, 2), nn.Conv2d(2, CLASSES, 4))]
+)
+def test_a_convolution_that_no_sample_reaches(layer):
+    def forward(m, x):
+        rows = (x[:, 0, 0, 0] > 100).nonzero().squeeze(1)
+        out = m.head(x.flatten(1))
+        return out.index_add(0, rows, m.layer(x[rows]).flatten(1))
+
+    model = Function(forward, layer=layer, head=nn.Linear(32, CLASSES))
+    truth.check(model, truth.cross_entropy, torch.randn(4, 2, 4, 4), labels(4))
+
+
 def test_other_reorderings_are_refused_in_the_check():
     """Data whose order is trivial get the same answer as any other."""
     forward = lambda m, x: m.head(torch.take_along_dim(m.body(x), x[:, :1].argsort(0), 0))  # noqa: E731

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dpkernels.factors import at_least_float
 from dpkernels.nested import flat_tensors, map_tensors
 from dpkernels.rules.fallback import fallback
 from dpkernels.rules.registry import named, rule
@@ -100,9 +101,7 @@ def promote(tape: Tape, parameter: Tracked, layout: Layout, dims: int) -> Tensor
     def write(_: tuple[Tensor, ...], gradients: tuple[Tensor | None, ...]) -> None:
         (g,) = gradients
         assert g is not None
-        g = g.movedim(layout.dim, 0)
-        g = g.reshape(lines, parameter._value.numel())
-        g = g if g.element_size() >= 4 else g.float()
+        g = at_least_float(g.movedim(layout.dim, 0).reshape(lines, parameter._value.numel()))
         if layout.lines is None:
             rows = g.view(tape.batch, layout.rows, -1).sum(1) if layout.rows > 1 else g
         else:

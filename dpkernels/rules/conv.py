@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dpkernels.rules.fallback import fallback
-from dpkernels.rules.registry import named, plain, reduced, rule, tracked
+from dpkernels.rules.registry import named, plain, reduced, reduced_to_channels, rule, tracked
 from dpkernels.tape import Tape, Tracked
 
 
@@ -40,8 +40,7 @@ def _conv(
             rows = weight_gradients(x, g, weight._value.shape, stride, padding, dilation, groups)
             tape.add_dense(weight, reduced(tape, rows, layout, dims + 2))
         if isinstance(bias, Tracked):
-            wide = g if g.element_size() >= 4 else g.float()
-            tape.add_dense(bias, reduced(tape, wide.flatten(2).sum(2), layout, 1))
+            tape.add_dense(bias, reduced_to_channels(tape, g, layout))
 
     return tape.tap((output,), (input,) if tracked(weight) else (), write)[0]
 
@@ -57,6 +56,8 @@ def weight_gradients(
 ) -> Tensor:
     """The weight gradient of each image on its own, [N, *shape], from x [N, C, ...] and g [N, O, ...]."""
     dims, count = x.dim() - 2, x.shape[0]
+    if count == 0:  # no sample was routed here
+        return g.new_zeros(0, *shape)
     stride, dilation = _each(stride, dims), _each(dilation, dims)
     if isinstance(padding, str):
         total = [d * (k - 1) if padding == "same" else 0 for d, k in zip(dilation, shape[2:], strict=True)]
@@ -64,11 +65,7 @@ def weight_gradients(
         x, padding = F.pad(x, sides), 0
     x = x.reshape(1, count * x.shape[1], *x.shape[2:])
     g = g.reshape(1, count * g.shape[1], *g.shape[2:])
-    like = (
-        g.new_empty(0).expand(count * shape[0], *shape[1:])
-        if count == 0
-        else g.new_zeros(1).expand(count * shape[0], *shape[1:])
-    )
+    like = g.new_zeros(1).expand(count * shape[0], *shape[1:])
     _, rows, _ = torch.ops.aten.convolution_backward(
         g,
         x,

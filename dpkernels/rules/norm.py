@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dpkernels.rules.fallback import fallback
-from dpkernels.rules.registry import named, plain, reduced, rule, tracked
+from dpkernels.rules.registry import named, plain, reduced, reduced_to_channels, rule, tracked
 from dpkernels.tape import RecordingError, Tape, Tracked
 
 
@@ -142,17 +142,13 @@ def _over_channels(tape: Tape, name: str, normalise: Callable[..., Tensor], inpu
         return fallback(tape, normalise, (input, weight, bias), {})
     layout = tape.layout(input, 1, named(name, weight, bias))
 
-    def by_channel(g: Tensor) -> Tensor:
-        wide = g if g.element_size() >= 4 else g.float()
-        return reduced(tape, wide.flatten(2).sum(2) if g.dim() > 2 else wide, layout, 1)
-
     def write(saved: tuple[Tensor, ...], gradients: tuple[Tensor | None, ...]) -> None:
         (g,) = gradients
         assert g is not None
         if isinstance(weight, Tracked):
-            tape.add_dense(weight, by_channel(g * normalise(saved[0])))
+            tape.add_dense(weight, reduced_to_channels(tape, g * normalise(saved[0]), layout))
         if isinstance(bias, Tracked):
-            tape.add_dense(bias, by_channel(g))
+            tape.add_dense(bias, reduced_to_channels(tape, g, layout))
 
     output = normalise(input, plain(weight), plain(bias))
     return tape.tap((output,), (input,) if tracked(weight) else (), write)[0]

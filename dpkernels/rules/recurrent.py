@@ -59,9 +59,7 @@ def _layers(
         )
     directions = 2 if bidirectional else 1
     first = hx if isinstance(hx, list | tuple) else (hx,)
-    for state in first:
-        tape.mark(state, True)  # [layers, B, H], whoever made it
-    starts = [tuple(s[at] for s in first) for at in range(num_layers * directions)]
+    starts = [tuple(s[at] for s in first) for at in range(num_layers * directions)]  # of [layers, B, H]
     lines = tape.lines_of(input) if batch_first else None
     for s in (s for state in starts for s in state):
         tape.mark(s, True if lines is None else lines)

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from dpkernels.factors import at_least_float
 from dpkernels.tape import Tape, Tracked
 
 Rule = Callable[..., Any]  # (tape, *the op's arguments), at least one of them Tracked, at least one holding samples
@@ -42,6 +43,9 @@ def named(op: str, *xs: Any) -> str:
 
 def reduced(tape: Tape, gradient: Tensor, layout: Any, event: int) -> Tensor:
     """A gradient summed over all but the sample and its last `event` dimensions, at least in float32."""
-    by_sample = tape.by_sample(gradient, layout, event)
-    wide = by_sample if by_sample.element_size() >= 4 else by_sample.float()
-    return wide.sum(1)
+    return at_least_float(tape.by_sample(gradient, layout, event)).sum(1)
+
+
+def reduced_to_channels(tape: Tape, gradient: Tensor, layout: Any) -> Tensor:
+    """A gradient [N, C, ...] summed over all but the sample and the channel."""
+    return reduced(tape, at_least_float(gradient).flatten(2).sum(2) if gradient.dim() > 2 else gradient, layout, 1)
