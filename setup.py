@@ -21,8 +21,8 @@ FLAGS = [
     "-Wall",
     "-Wextra",
     "-Wno-psabi",
-    # The stable ABI of torch 2.10: one build serves that release and later ones.
-    "-DTORCH_TARGET_VERSION=0x020a000000000000",
+    # The stable ABI of torch 2.11: one build serves that release and later ones.
+    "-DTORCH_TARGET_VERSION=0x020b000000000000",
 ]
 if os.environ.get("DPKERNELS_WERROR"):
     FLAGS += ["-Werror", "-Wconversion", "-Wshadow"]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import dpkernels as dpk
 from dpkernels import checks
+from dpkernels.members import members_of
 from dpkernels.nested import flat_tensors, map_tensors
 
 
@@ -78,17 +79,17 @@ class DPSGD:
 
     def step(self, inputs: Any, targets: Any) -> None:
         """One step on a batch, of whatever size the sampling gave it; an empty one is a step of noise alone."""
-        parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        self._refuse_other_gradients()
+        parameters = {name: p for name, p in self._refuse_other_gradients().items() if p.requires_grad}
         *first, last = self._micro_batches(inputs, targets)
         onto: dict[str, Tensor] | None = None
         for x, y in first:
             rows = dpk.per_sample_gradients(self.model, self.loss_fn, x, y)
             onto = rows.clip_sum(self._clip, onto=onto, dtype=torch.float64).sum
         rows = dpk.per_sample_gradients(self.model, self.loss_fn, *last)
-        private = rows.clip_sum(self._clip, self.noise, onto=onto).sum
+        own = {name: grad for name, (grad, _) in self._written.items()}  # written again, in place
+        private = rows.clip_sum(self._clip, self.noise, onto=onto, scale=1 / self._expected_batch_size, out=own).sum
         for name, p in parameters.items():
-            p.grad = (private[name] / self._expected_batch_size).to(p.dtype)
+            p.grad = private[name].to(p.dtype)
             self._written[name] = (p.grad, p.grad._version)
         self.optimizer.step()
 
@@ -111,19 +112,21 @@ class DPSGD:
             parts.append((map_tensors(part, inputs), map_tensors(part, targets)))
         return parts
 
-    def _refuse_other_gradients(self) -> None:
-        """What the optimizer would step without noise: other parameters, and gradients not written here."""
-        names = {id(p): name for name, p in self.model.named_parameters()}
+    def _refuse_other_gradients(self) -> dict[str, nn.Parameter]:
+        """Refuse what the optimizer would step without noise: other parameters, and gradients not written here."""
+        parameters = members_of(self.model).parameters
+        names = {id(p): name for name, p in parameters.items()}
         for p in (p for group in self.optimizer.param_groups for p in group["params"]):
             if id(p) not in names:
                 raise ValueError(
                     f"optimizer: has a parameter of shape {tuple(p.shape)} that is not of the model, must have those "
                     "of the model only: others would be stepped without noise. Make them part of it"
                 )
-        for p in self.model.parameters():
-            ours, version = self._written.get(names[id(p)], (None, 0))
+        for name, p in parameters.items():
+            ours, version = self._written.get(name, (None, 0))
             if p.grad is not None and (p.grad is not ours or p.grad._version != version) and bool(p.grad.any()):
                 raise ValueError(
-                    f"parameter {names[id(p)]}: has a .grad that is not private, from a backward outside of this step; "
+                    f"parameter {name}: has a .grad that is not private, from a backward outside of this step; "
                     "must be None: call optimizer.zero_grad() first"
                 )
+        return parameters

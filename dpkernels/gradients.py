@@ -7,14 +7,17 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dpkernels import self_check
+from dpkernels import planner, self_check
+from dpkernels.members import members_of
 from dpkernels.nested import flat_tensors
 from dpkernels.per_sample import PerSample, Shape
-from dpkernels.record import LossFunction, record, trainable
+from dpkernels.record import LossFunction, record
 
 
-def per_sample_gradients(model: nn.Module, loss_fn: LossFunction, inputs: Any, targets: Any) -> PerSample:
-    """The gradient of each sample's loss, as a `PerSample`: from one forward and one backward, never stored.
+def per_sample_gradients(
+    model: nn.Module, loss_fn: LossFunction, inputs: Any, targets: Any, *, max_bytes: int | None = None
+) -> PerSample:
+    """The gradient of each sample's loss, as a `PerSample`: from one forward and one backward.
 
     Equivalent to, but for the rounding::
 
@@ -27,6 +30,9 @@ def per_sample_gradients(model: nn.Module, loss_fn: LossFunction, inputs: Any, t
         loss_fn: `loss_fn(outputs, targets)`, whatever the model returns; gives one loss for each sample, [B].
         inputs: a tensor, a tuple (the model's arguments) or a dict (its keywords); dim 0 of every tensor is the sample.
         targets: a tensor, or tensors in any nesting, with the sample in dim 0.
+        max_bytes: memory that rows of linear layers may take, where storing them is faster than working with factors
+            (long sequences); a quarter of what is free unless given. With 0 all of them stay factors, and the
+            difference of two results keeps more digits.
 
     The unit of privacy is dim 0. Models whose rows would not be exact are refused with a `ValueError` that names the
     parameter and the op: layers that mix samples (BatchNorm in training mode), a loss that is not [B], gradients that
@@ -38,8 +44,11 @@ def per_sample_gradients(model: nn.Module, loss_fn: LossFunction, inputs: Any, t
         raise ValueError(f"model: got a {type(model).__name__}, must be a torch.nn.Module")
     if not callable(loss_fn):
         raise ValueError(f"loss_fn: got {loss_fn!r}, must be callable as loss_fn(outputs, targets)")
+    if max_bytes is not None and (isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 0):
+        raise ValueError(f"max_bytes: got {max_bytes!r}, must be a whole number >= 0 or None")
     batch = _batch_of(inputs, targets)
-    parameters = trainable(model)
+    members = members_of(model)
+    parameters = members.trainable
     if not parameters:
         raise ValueError("model: has no parameter that requires grad, must have at least one")
     for name, p in parameters.items():
@@ -50,8 +59,10 @@ def per_sample_gradients(model: nn.Module, loss_fn: LossFunction, inputs: Any, t
     if batch == 0:
         shapes = {name: Shape(p.shape, p.dtype, p.device) for name, p in parameters.items()}
         return PerSample(0, shapes, {})
-    plan = self_check.ensure(model, loss_fn, inputs, targets)
-    return record(model, loss_fn, inputs, targets, batch, plan=plan)
+    plan = self_check.ensure(model, members, loss_fn, inputs, targets)
+    if max_bytes is None:
+        max_bytes = planner.free_bytes(next(iter(parameters.values())).device) // 4
+    return record(model, loss_fn, inputs, targets, batch, plan=plan, room=max_bytes, members=members)
 
 
 def _batch_of(inputs: Any, targets: Any) -> int:

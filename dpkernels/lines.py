@@ -26,6 +26,8 @@ _SPLITTING = {"split", "chunk", "tensor_split", "split_with_sizes", "unsafe_spli
 _MOVING = {"t", "transpose", "permute", "movedim", "moveaxis", "swapaxes", "swapdims", "flip", "roll", "rot90"}
 _PICKING = {"sort", "gather", "take_along_dim", "topk", "take", "msort", "unique", "masked_select", "kthvalue", "mode"}
 _PUTTING_BACK = {"index_add", "index_copy", "index_put", "scatter", "scatter_add", "scatter_reduce", "index_fill"}
+_KEEPING = {"add", "sub", "mul", "div", "__add__", "__mul__", "relu", "gelu", "silu", "tanh", "sigmoid", "softmax"}
+_KEEPING |= {"conv1d", "conv2d", "conv3d", "linear", "group_norm", "layer_norm", "embedding", "dropout", "max_pool2d"}
 _FRESH = {f"{k}_like" for k in ("zeros", "ones", "empty", "full", "rand", "randn", "randint")}
 _FRESH |= {f"new_{k}" for k in ("zeros", "ones", "empty", "full", "tensor")}
 
@@ -39,7 +41,7 @@ def writes(name: str) -> bool:
 
 def propagate(tape: Tape, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
     """Mark the results of an op, and what it wrote into."""
-    operands = [t for t in flat_tensors((list(args), kwargs)) if tape.holds_samples(t)]
+    operands = [t for t in flat_tensors((args, kwargs)) if tape.holds_samples(t)]
     name = getattr(func, "__name__", "")
     out = kwargs.get("out")
     if not operands:
@@ -48,9 +50,13 @@ def propagate(tape: Tape, func: Any, args: Sequence[Any], kwargs: dict[str, Any]
                 tape.mark(t, False)
         return
     if writes(name) or out is not None:
-        _mark_written(tape, name, operands, next(flat_tensors(list(args) if out is None else out)))
+        _mark_written(tape, name, operands, flat_tensors(list(args) if out is None else out)[0])
         return
-    results = list(flat_tensors(result))
+    results = flat_tensors(result)
+    if name in _KEEPING and all(tape.mark_of(t) is True for t in operands):  # most of a model, shortly
+        for t in results:
+            tape.mark(t, True)
+        return
     for t, mark in zip(results, _marks(tape, name, args, kwargs, operands, results), strict=True):
         tape.mark(t, _simplified(tape, mark))
 

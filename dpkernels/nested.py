@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
+_LEAVES = {int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size, slice}  # known to hold no tensor
 
-def flat_tensors(x: Any) -> Iterator[Tensor]:
+
+def flat_tensors(x: Any) -> list[Tensor]:
     """The tensors in nested lists, tuples and mappings."""
+    found: list[Tensor] = []
+    _collect(x, found)
+    return found
+
+
+def _collect(x: Any, found: list[Tensor]) -> None:  # for every op of a model: kinds in the order of their frequency
     if isinstance(x, Tensor):
-        yield x
-    elif isinstance(x, list | tuple):
-        for item in x:
-            yield from flat_tensors(item)
-    elif isinstance(x, Mapping):
-        for item in x.values():
-            yield from flat_tensors(item)
+        found.append(x)
+    elif type(x) not in _LEAVES:
+        if isinstance(x, list | tuple):
+            for item in x:
+                _collect(item, found)
+        elif isinstance(x, Mapping):
+            for item in x.values():
+                _collect(item, found)
 
 
 def map_tensors(f: Callable[[Tensor], Any], x: Any) -> Any:

@@ -26,6 +26,16 @@ SCHEMAS = {
     "clip_momentum_sum": "(Tensor[] now, Tensor[] before, Tensor bounds, Tensor? stream, Tensor? std)"
     " -> (Tensor[], Tensor)",
     "clamp_sum": "(Tensor[] vectors, Tensor bound, Tensor? stream, Tensor? std) -> (Tensor[], Tensor)",
+    "outer_rows": "(Tensor a, Tensor g) -> (Tensor, Tensor)",
+    "outer_squares": "(Tensor a, Tensor g) -> Tensor",
+    "conv_rows": "(Tensor x, Tensor g, int[] kernel, int[] stride, int[] padding, int[] dilation, int groups)"
+    " -> (Tensor, Tensor)",
+    "layer_norm_rows": "(Tensor x, Tensor g, float epsilon) -> (Tensor, Tensor)",
+    "group_norm_rows": "(Tensor x, Tensor g, int groups, float epsilon) -> (Tensor, Tensor)",
+    "row_squares": "(Tensor[] tensors) -> Tensor",
+    "lookup_squares": "(Tensor ids, Tensor g) -> Tensor",
+    "weighted_sum_": "(Tensor(a!)[] sums, bool[] filled, Tensor[] rows, int[] owner, Tensor weights, Tensor? stream,"
+    " Tensor? std, float scale) -> ()",
     "add_gaussian_": "(Tensor(a!)[] tensors, Tensor stream, Tensor std) -> ()",
     "sparsify": "(Tensor vector, float keep_probability, Tensor seed, Tensor? stream, Tensor? std) -> (Tensor, Tensor)",
 }

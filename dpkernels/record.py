@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from dpkernels.assemble import assemble
 from dpkernels.lines import propagate, writes
+from dpkernels.members import Members, members_of
 from dpkernels.nested import flat_tensors, map_tensors
 from dpkernels.per_sample import PerSample
 from dpkernels.rules import RULES
@@ -40,10 +41,10 @@ class _Recorder(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         tape, kwargs = self.tape, kwargs or {}
         if func.__name__ == "__get__":  # most of what a model asks for is a shape or a type
-            plain = func(*map_tensors(_value, args))
+            plain = func(_value(args[0]), *args[1:])
             if not isinstance(plain, Tensor):
                 return plain
-        if func not in tape.replaced and any(issubclass(t, Tracked) for t in types):
+        if Tracked in types and func not in tape.replaced:
             return tape.run(func, args, kwargs)
         if func is torch.autograd.backward and tape.in_backward:  # of a reentrant checkpoint
             with self:
@@ -71,7 +72,7 @@ def backward(tensors: Any, grad_tensors: Any = None, *_: Any, **__: Any) -> None
 
 def _run(tape: Tape, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """An op with a parameter among its arguments."""
-    tensors = list(flat_tensors((args, kwargs)))
+    tensors = flat_tensors((args, kwargs))
     name = getattr(func, "__name__", "")
     for t in tensors:
         if isinstance(t, Tracked) and t._tape is not tape:
@@ -111,9 +112,11 @@ def _derive(tape: Tape, func: Any, name: str, tensors: list[Tensor], args: Any, 
             tape.mark(t, False)
             return t
         derived = Tracked(t, tape, f"{name}({', '.join(leaves)})", leaves)
-        plainly = func is F.embedding and not kwargs and all(not option for option in (*args[2:3], *args[3:4]))
-        if plainly and isinstance(args[1], Tracked) and not isinstance(args[0], Tracked) and args[2:3] != (0,):
-            derived._lookup = (args[1], args[0])
+        if func is F.embedding and isinstance(args[1], Tracked) and not isinstance(args[0], Tracked):
+            names = ("padding_idx", "max_norm", "norm_type", "scale_grad_by_freq")
+            options = dict(zip(names, args[2:6], strict=False)) | kwargs
+            if options.get("padding_idx") is None and not options.get("max_norm") and not options.get(names[3]):
+                derived._lookup = (args[1], args[0])
         return derived
 
     return map_tensors(wrap, result) if isinstance(result, Tensor | list | tuple) else result
@@ -125,7 +128,7 @@ def _refuse_writing(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> N
             f"parameter {args[0]._label}: is written in place by {name} during forward; make a new tensor"
         )
     if name == "__setitem__" or kwargs.get("out") is not None:
-        label = next(t._label for t in flat_tensors((list(args), kwargs)) if isinstance(t, Tracked))
+        label = next(t._label for t in flat_tensors((args, kwargs)) if isinstance(t, Tracked))
         raise RecordingError(
             f"parameter {label}: is written by index ({name}); build the tensor with torch.cat, stack or where instead"
         )
@@ -160,16 +163,17 @@ _Held = tuple[dict[str, Any], str, Any]  # a module's dict, a name in it, and wh
 
 
 @contextlib.contextmanager
-def swapped(model: nn.Module, replacements: Mapping[int, Tensor], undone: bool = False) -> Iterator[list[_Held]]:
+def swapped(members: Members, replacements: Mapping[int, Tensor], undone: bool = False) -> Iterator[list[_Held]]:
     """Parameters and buffers (by id) replaced wherever the modules hold them.
 
     `undone`: other tensors that the modules hold as attributes are afterwards what they were before.
     """
     undo: list[_Held] = []
     flat: list[tuple[Any, list[Any]]] = []
-    loose = [(module, {k: v for k, v in vars(module).items() if isinstance(v, Tensor)}) for module in model.modules()]
+    modules = members.modules.values()
+    loose = [(module, {k: v for k, v in vars(module).items() if isinstance(v, Tensor)}) for module in modules]
     try:
-        for module in model.modules():
+        for module in modules:
             held: dict[str, Any]
             for held in (module._parameters, module._buffers):
                 for name, tensor in held.items():
@@ -196,14 +200,15 @@ def swapped(model: nn.Module, replacements: Mapping[int, Tensor], undone: bool =
 
 
 @contextlib.contextmanager
-def running(model: nn.Module, replacements: Mapping[int, Tensor], undone: bool = False) -> Iterator[list[_Held]]:
+def running(members: Members, replacements: Mapping[int, Tensor], undone: bool = False) -> Iterator[list[_Held]]:
     """What a forward and backward with replaced parameters run under; compiled models run as they were written."""
     with contextlib.ExitStack() as stack:
-        if any(type(m).__name__ == "OptimizedModule" or m._compiled_call_impl is not None for m in model.modules()):
+        modules = members.modules.values()
+        if any(type(m).__name__ == "OptimizedModule" or m._compiled_call_impl is not None for m in modules):
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
-        yield stack.enter_context(swapped(model, replacements, undone))
+        yield stack.enter_context(swapped(members, replacements, undone))
 
 
 @contextlib.contextmanager
@@ -226,11 +231,6 @@ def call(model: Callable[..., Any], inputs: Any) -> Any:
     return model(*inputs) if isinstance(inputs, list | tuple) else model(inputs)
 
 
-def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that train, each once, under its first name."""
-    return {name: p for name, p in model.named_parameters() if p.requires_grad}
-
-
 def record(
     model: nn.Module,
     loss_fn: LossFunction,
@@ -244,32 +244,36 @@ def record(
     buffers: Mapping[int, Tensor] | None = None,
     replaced: Mapping[Any, Callable[..., Any]] | None = None,
     inspect: Callable[[Tape], None] | None = None,
+    room: int = 0,
+    members: Members | None = None,
 ) -> PerSample:
     """Run forward and backward once; the rows are gradients of weights_i * loss_i (weights are 1 unless given).
 
+    Linear layers may form and keep rows of up to `room` bytes.
+
     The rest is for the self-check: stand-ins for parameters, buffers and random ops, and a look at the tape.
     """
-    parameters = trainable(model)
-    tape = Tape(batch, _run, plan)
+    members = members_of(model) if members is None else members
+    parameters = members.trainable
+    tape = Tape(batch, _run, plan, room)
     tape.replaced = replaced or {}
     leaves = {name: values.get(name, p).detach().requires_grad_() for name, p in parameters.items()}
-    swaps: dict[int, Tensor] = {id(b): b for b in model.buffers()} | dict(buffers or {})
+    swaps: dict[int, Tensor] = {id(b): b for b in members.buffers.values()} | dict(buffers or {})
+    fixed = [*swaps.values(), *(p for p in members.parameters.values() if not p.requires_grad)]
+    tape.constants.update(id(t) for t in fixed if not t.requires_grad)
+    versions = {id(t): t._version for t in (*leaves.values(), *swaps.values())}
     for name, p in parameters.items():
         swaps[id(p)] = Tracked(leaves[name], tape, name, (name,), is_param=True)
-    for name, t in (*leaves.items(), *model.named_parameters(), *model.named_buffers()):
+    for name, t in (*leaves.items(), *members.parameters.items(), *members.buffers.items()):
         if t.numel():
             tape.guarded[t.untyped_storage().data_ptr()] = name
-    for t in (*model.parameters(), *swaps.values()):
-        if not t.requires_grad:
-            tape.constants.add(id(t))
     with torch.inference_mode(False):
         inputs, targets = (map_tensors(lambda t: t.clone() if t.is_inference() else t, x) for x in (inputs, targets))
     for t in flat_tensors((inputs, targets)):
         tape.mark(t, t.dim() > 0)
     tape.owned = {*tape.guarded, *(t.untyped_storage().data_ptr() for t in flat_tensors((inputs, targets)))}
-    versions = {id(t): t._version for t in (*leaves.values(), *swaps.values()) if not isinstance(t, Tracked)}
     with gradients_aside(parameters.values()), contextlib.closing(tape):
-        with running(model, swaps, undone=bool(replaced)) as held, _Recorder(tape):
+        with running(members, swaps, undone=bool(replaced)) as held, _Recorder(tape):
             losses = loss_fn(call(model, inputs), targets)
             _refuse_changed(held, swaps, versions)
             check_losses(losses, batch)

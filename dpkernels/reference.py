@@ -69,6 +69,110 @@ def clamp_sum(
     return _release(vectors, clamped, stream, std), _norms(vectors, rows, keep)
 
 
+def outer_rows(a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """Each sample's row g^T a, [B, d, p] from a [B, T, p] and g [B, T, d], and its norm^2 in float64."""
+    rows = g.transpose(1, 2) @ a
+    return rows, _squares([_flat(rows)])[:, 0]
+
+
+def outer_squares(a: Tensor, g: Tensor) -> Tensor:
+    """The norm^2 of each sample's row g^T a, formed in float32 in pieces that are dropped, [B] in float64."""
+    return (
+        torch.stack([outer_rows(a[i : i + 1], g[i : i + 1])[1][0] for i in range(len(a))])
+        if len(a)
+        else a.new_zeros(0, dtype=torch.float64)
+    )
+
+
+def conv_rows(
+    x: Tensor,
+    g: Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> tuple[Tensor, Tensor]:
+    """Each sample's weight gradient, [N, O, C / groups, *kernel], and its norm^2 in float64.
+
+    `padding` is what comes before x in each dimension; behind it there is as much as g asks for. All samples at once,
+    as a convolution with a group for each group of each sample.
+    """
+    count, shape = x.shape[0], (g.shape[1], x.shape[1] // groups, *kernel)
+    sides = []
+    for d in range(len(kernel)):
+        reach = (g.shape[2 + d] - 1) * stride[d] + (kernel[d] - 1) * dilation[d] + 1
+        sides.append((padding[d], reach - x.shape[2 + d] - padding[d]))
+    x = torch.nn.functional.pad(x, [n for side in reversed(sides) for n in side])
+    _, rows, _ = torch.ops.aten.convolution_backward(
+        g.reshape(1, -1, *g.shape[2:]),
+        x.reshape(1, -1, *x.shape[2:]),
+        g.new_zeros(1).expand(count * shape[0], *shape[1:]),
+        None,
+        stride,
+        [0] * len(kernel),
+        dilation,
+        False,
+        [0] * len(kernel),
+        groups * count,
+        [False, True, False],
+    )
+    rows = rows.reshape(count, *shape)
+    return rows, _squares([_flat(rows)])[:, 0]
+
+
+def layer_norm_rows(x: Tensor, g: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """Each sample's gradient of scale and shift, [B, d] from x and g [B, T, d]."""
+    normalised = torch.nn.functional.layer_norm(x, x.shape[2:], eps=epsilon)
+    return (g * normalised).sum(1), g.sum(1)
+
+
+def group_norm_rows(x: Tensor, g: Tensor, groups: int, epsilon: float) -> tuple[Tensor, Tensor]:
+    """Each sample's gradient of scale and shift, [N, C] from x and g [N, C, places]."""
+    normalised = torch.nn.functional.group_norm(x, groups, eps=epsilon)
+    return (g * normalised).sum(2), g.sum(2)
+
+
+def row_squares(tensors: Sequence[Tensor]) -> Tensor:
+    """The norm^2 of each sample's row in each tensor, [B, tensors] in float64."""
+    return _squares([_flat(t) for t in tensors])
+
+
+def lookup_squares(ids: Tensor, g: Tensor) -> Tensor:
+    """The norm^2 of each row sum_t e_(ids_t) g_t^T, [B] in float64."""
+    squares = []
+    for own, lines in zip(ids, g.double(), strict=True):
+        places, where = own.unique(return_inverse=True)
+        squares.append(lines.new_zeros(len(places), g.shape[2]).index_add(0, where, lines).square().sum())
+    return torch.stack(squares) if squares else g.new_zeros(0, dtype=torch.float64)
+
+
+def weighted_sum_(
+    sums: Sequence[Tensor],
+    filled: Sequence[bool],
+    rows: Sequence[Tensor],
+    owner: Sequence[int],
+    weights: Tensor,
+    stream: Tensor | None,
+    std: Tensor | None,
+    scale: float,
+) -> None:
+    """sum = (what it holds, if filled, + sum_b weight_b row_b + std * z) * scale; weights [B, 1] or [B, sums].
+
+    Samples of weight zero are left out by selection.
+    """
+    totals = [
+        s.double() if full else torch.zeros_like(s, dtype=torch.float64) for s, full in zip(sums, filled, strict=True)
+    ]
+    each = weights.to(totals[0].device).expand(-1, len(sums)) if totals else weights
+    for row, i in zip(rows, owner, strict=True):
+        weight = each[:, i, None]
+        values = torch.where(weight != 0, _flat(row), 0.0) * weight
+        totals[i] = totals[i] + values.sum(0).reshape(totals[i].shape)
+    for s, total in zip(sums, _add_noise(totals, stream, std), strict=True):
+        s.copy_(total * scale)
+
+
 def add_gaussian_(tensors: Sequence[Tensor], stream: Tensor, std: Tensor) -> None:
     """x += std * z; elements are counted over the whole list."""
     for x, noised in zip(tensors, _add_noise([t.double() for t in tensors], stream, std), strict=True):

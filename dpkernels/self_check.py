@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpkernels import factors
+from dpkernels.members import Members, members_of
 from dpkernels.nested import flat_tensors, map_tensors
 from dpkernels.per_sample import PerSample
 from dpkernels.record import (
@@ -38,17 +39,16 @@ from dpkernels.record import (
     record,
     refuse_bypass,
     running,
-    trainable,
 )
 from dpkernels.tape import Plan, RecordingError, Tape, no_autocast
 
 _proven: weakref.WeakKeyDictionary[nn.Module, dict[Any, Plan]] = weakref.WeakKeyDictionary()
 
 
-def ensure(model: nn.Module, loss_fn: LossFunction, inputs: Any, targets: Any) -> Plan:
+def ensure(model: nn.Module, members: Members, loss_fn: LossFunction, inputs: Any, targets: Any) -> Plan:
     """The plan for this model and form of input; checks it when it is new."""
     plans = _proven.setdefault(model, {})
-    key = _signature(model, loss_fn, inputs, targets)
+    key = _signature(members, loss_fn, inputs, targets)
     if key not in plans:
         if len(plans) >= 256:
             plans.clear()
@@ -80,7 +80,7 @@ class _Proof:
         self.model, self.loss_fn, self.batch = model, loss_fn, batch
         generator = torch.Generator().manual_seed(0)
         self.weights = torch.rand(batch, generator=generator, dtype=torch.float64) + 0.5
-        nudged = {name: _nudged(p, generator) for name, p in trainable(model).items()}
+        nudged = {name: _nudged(p, generator) for name, p in members_of(model).trainable.items()}
         normal, uniform = (partial(_made_up, batch, generator, draw) for draw in (torch.randn, torch.rand))
         real = partial(_repeated, batch)
         empty = not any(t.shape[1:].numel() for t in flat_tensors(inputs) if t.dim())  # then zero is all there is
@@ -152,7 +152,7 @@ class _Proof:
             len(part),
             plan=plan,
             weights=mask,
-            values={name: p.detach().clone() for name, p in trainable(self.model).items()} | self.values,
+            values={name: p.detach().clone() for name, p in members_of(self.model).trainable.items()} | self.values,
             buffers=self.constants(),
             replaced=STILL,
             inspect=inspect,
@@ -166,11 +166,12 @@ class _Proof:
     def ordinary(self) -> dict[str, Tensor]:
         """The ordinary gradient of sum_i weights_i loss_i; the model is left as it was."""
         torch.manual_seed(0)
-        parameters = trainable(self.model)
+        members = members_of(self.model)
+        parameters = members.trainable
         leaves = {name: nn.Parameter(self.values.get(name, p).detach().clone()) for name, p in parameters.items()}
         swaps: dict[int, Tensor] = {id(p): leaves[name] for name, p in parameters.items()}
         swaps |= self.constants()
-        with running(self.model, swaps, undone=True), _Still():
+        with running(members, swaps, undone=True), _Still():
             losses = self.loss_fn(call(self.model, self.inputs), self.targets)
             check_losses(losses, self.batch)
             if losses.requires_grad:
@@ -316,10 +317,11 @@ def _repeated(batch: int, t: Tensor) -> Tensor:
     return (values * scale).to(t.dtype) if t.is_floating_point() else values
 
 
-def _signature(model: nn.Module, loss_fn: LossFunction, inputs: Any, targets: Any) -> Any:
+def _signature(members: Members, loss_fn: LossFunction, inputs: Any, targets: Any) -> Any:
     forms = map_tensors(lambda t: (tuple(t.shape[1:]), t.dtype, t.device), (inputs, targets))
     precision = torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cpu")
-    return repr(forms), _identity(loss_fn, ()), _identity(model, ()), tuple(trainable(model)), precision
+    parts = _parts(members.modules, ())
+    return repr(forms), _identity(loss_fn, ()), parts, tuple(members.trainable), precision
 
 
 def _identity(x: Any, seen: tuple[int, ...]) -> Any:
@@ -348,16 +350,22 @@ def _identity(x: Any, seen: tuple[int, ...]) -> Any:
         cells = [_content(cell) for cell in x.__closure__ or ()]
         return x.__code__, _identity((x.__defaults__, x.__kwdefaults__, cells), inside)
     if isinstance(x, nn.Module):
-        return tuple((name, type(m), _switches(m, inside)) for name, m in x.named_modules())
+        return _parts(dict(x.named_modules()), inside)
     try:
         return weakref.ref(x)
     except TypeError:
         return type(x)
 
 
+def _parts(modules: Mapping[str, nn.Module], seen: tuple[int, ...]) -> tuple[Any, ...]:
+    return tuple((name, type(m), _switches(m, seen)) for name, m in modules.items())
+
+
+_SWITCHES = (bool, str, Enum, partial, types.FunctionType, types.MethodType, types.BuiltinFunctionType)
+
+
 def _switches(module: nn.Module, seen: tuple[int, ...]) -> tuple[Any, ...]:
-    kinds = (bool, str, Enum, partial, types.FunctionType, types.MethodType, types.BuiltinFunctionType)
-    named = tuple((k, _identity(v, seen)) for k, v in vars(module).items() if isinstance(v, kinds))
+    named = tuple((k, _identity(v, seen)) for k, v in vars(module).items() if isinstance(v, _SWITCHES))
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     return named, tuple(_identity(hook, seen) for hook in hooks)
 

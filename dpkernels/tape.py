@@ -15,13 +15,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from dpkernels.factors import Dense, Term
+from dpkernels import planner
+from dpkernels.factors import Dense, Outer, Term
+from dpkernels.forming import outer_rows
 from dpkernels.nested import flat_tensors
 
 Plan = dict[str, set[str]]  # op and parameter: kinds of Layout
@@ -114,8 +116,10 @@ class Tracked(Tensor):
 class Tape:
     """One recording: of a forward and its backward, over `batch` samples."""
 
-    def __init__(self, batch: int, run: Callable[..., Any], plan: Plan | None = None) -> None:
+    def __init__(self, batch: int, run: Callable[..., Any], plan: Plan | None = None, room: int = 0) -> None:
         self.batch = batch
+        self.room = room  # bytes that rows may take
+        self.choices: list[planner.Choice] = []
         self.plan = plan  # proven in an earlier run; None to go by shapes alone
         self.seen: Plan = {}
         self.in_backward = False
@@ -144,8 +148,8 @@ class Tape:
 
     def add(self, parameter: Tracked, term: Term) -> None:
         """A term of the parameter's rows."""
-        cut = type(term)(*(self._own(getattr(term, f.name)) for f in fields(term)))
-        self.terms.setdefault(id(parameter), []).append(cut)
+        own = {f.name: self._own(t) for f in fields(term) if (t := getattr(term, f.name)) is not None}
+        self.terms.setdefault(id(parameter), []).append(replace(term, **own))  # type: ignore[arg-type]
         self.ops.setdefault(id(parameter), set()).add(self.op)
 
     def _own(self, t: Tensor) -> Tensor:
@@ -153,11 +157,26 @@ class Tape:
         t = t.detach()
         return t.clone() if t.untyped_storage().data_ptr() in self.owned else t
 
-    def add_dense(self, parameter: Tracked, values: Tensor) -> None:
-        """A term that is a tensor [B, *parameter shape]."""
+    def add_dense(self, parameter: Tracked, values: Tensor, squares: Tensor | None = None) -> None:
+        """A term that is a tensor [B, *parameter shape], with its rows' norm^2 where they are known."""
         shape = parameter._value.shape
         height = shape[0] if shape else 1
-        self.add(parameter, Dense(values.reshape(self.batch, height, shape[1:].numel())))
+        self.add(parameter, Dense(values.reshape(self.batch, height, shape[1:].numel()), squares))
+
+    def add_outer(self, parameter: Tracked, a: Tensor, g: Tensor) -> None:
+        """The term sum_t g_t a_t^T, from a [B, T, width] and g [B, T, height]: as factors, or formed."""
+        length, height, width = a.shape[1], g.shape[2], a.shape[2]
+        way = planner.choose(self.batch, length, height, width, self.room)
+        stored = planner.stored_bytes(self.batch, height, width) if way is planner.Way.KEEP else 0
+        self.room -= stored
+        self.choices.append(planner.choice(parameter._label, self.op, way, self.batch, length, height, width))
+        if way is not planner.Way.KEEP:
+            self.add(parameter, Outer(a, g))
+        elif parameter._value.dim() == 2 and parameter._value.stride(0) < parameter._value.stride(1):
+            turned = outer_rows(g, a)  # in the order of the memory that this is a transpose of
+            self.add(parameter, Dense(turned.values.transpose(1, 2), turned.squares))
+        else:
+            self.add(parameter, outer_rows(a, g))
 
     def add_aligned(self, parameter: Tracked, gradient: Tensor) -> None:
         """The gradient of a derived parameter of which sample i uses line i alone."""
@@ -304,7 +323,23 @@ class Tape:
         An op may have kept its outputs for its own backward: those are copied, so that the model may write into them.
         `fresh` outputs were not and are handed on; a `view` of a parameter is handed on for reading.
         """
+        shapes = [t.shape for t in outputs]
+        if kind == "fresh" and any(_is_whole_view(t) for t in outputs):
+            # Writing into a view copies its gradient twice in backward: tap what it is a view of.
+            bases = tuple(t._base if _is_whole_view(t) else t for t in outputs)
+
+            def write_shaped(saved: tuple[Tensor, ...], gradients: tuple[Tensor | None, ...]) -> None:
+                write(saved, tuple(None if g is None else g.view(s) for g, s in zip(gradients, shapes, strict=True)))
+
+            tapped = _Tap.apply(self.anchor, self, write_shaped, kind, len(bases), *bases, *saved)
+            return tuple(t.view(s) for t, s in zip(tapped, shapes, strict=True))
         return _Tap.apply(self.anchor, self, write, kind, len(outputs), *outputs, *saved)  # type: ignore[no-any-return]
+
+
+def _is_whole_view(t: Tensor) -> bool:
+    """Whether a tensor is all of another one in another shape, as the output of a linear layer of sequences is."""
+    base = t._base
+    return base is not None and base.is_contiguous() and t.is_contiguous() and base.numel() == t.numel()
 
 
 class _Tap(torch.autograd.Function):

@@ -3,10 +3,10 @@ import os
 # Some virtual machines advertise AMX and stop a process that uses it, as torch's bfloat16 products then do.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 
-import pytest  # noqa: E402
-import torch  # noqa: E402
+import pytest
+import torch
 
-from dpkernels import ops  # noqa: E402
+from dpkernels import ops
 
 ISAS = ops.native.available_isas() if ops.native is not None else []
 

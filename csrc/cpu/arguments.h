@@ -42,6 +42,9 @@ inline Noise noise_of(const std::optional<Tensor>& stream, const std::optional<T
   return {true, {static_cast<uint64_t>(s[0]), static_cast<uint64_t>(s[1])}, *std->const_data_ptr<double>()};
 }
 
+// A new contiguous tensor of float64 or float32, not filled.
+Tensor empty(const int64_t* sizes, int64_t dimensions, ScalarType type);
+
 // The tensor itself where each sample is contiguous (whatever the stride between samples), else a copy.
 Tensor with_contiguous_samples(const Tensor& t);
 

@@ -152,7 +152,7 @@ def _join(func: Callable[..., Any], tape: Tape, tensors: Any, *args: Any, **kwar
 
 
 def _elementwise(func: Callable[..., Any], tape: Tape, *args: Any, **kwargs: Any) -> Any:
-    tensors = list(flat_tensors((args, kwargs)))
+    tensors = flat_tensors((args, kwargs))
     samples = max((t for t in tensors if tape.holds_samples(t)), key=lambda t: t.dim())
     dims = samples.dim()
 

@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dpkernels.factors import Outer
 from dpkernels.rules.fallback import fallback
 from dpkernels.rules.registry import named, plain, reduced, rule, tracked
 from dpkernels.tape import Tape, Tracked
@@ -27,7 +26,7 @@ def linear(tape: Tape, input: Any, weight: Any, bias: Any = None) -> Any:
         assert g is not None
         if isinstance(weight, Tracked):
             (x,) = saved
-            tape.add(weight, Outer(tape.by_sample(x.to(g.dtype), layout, 1), tape.by_sample(g, layout, 1)))
+            tape.add_outer(weight, tape.by_sample(x.to(g.dtype), layout, 1), tape.by_sample(g, layout, 1))
         if isinstance(bias, Tracked):
             tape.add_dense(bias, reduced(tape, g, layout, 1))
 

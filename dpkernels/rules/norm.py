@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dpkernels.factors import at_least_float
+from dpkernels.forming import group_norm_rows, layer_norm_rows
 from dpkernels.rules.fallback import fallback
 from dpkernels.rules.registry import named, plain, reduced, reduced_to_channels, rule, tracked
 from dpkernels.tape import RecordingError, Tape, Tracked
@@ -29,7 +31,10 @@ def layer_norm(
     def normalise(x: Tensor, w: Any = None, b: Any = None) -> Tensor:
         return F.layer_norm(x, tuple(normalized_shape), w, b, eps)
 
-    return _over_last(tape, "layer_norm", normalise, input, len(normalized_shape), weight, bias)
+    def rows(x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        return layer_norm_rows(x.flatten(2), g.flatten(2), eps)
+
+    return _over_last(tape, "layer_norm", normalise, input, len(normalized_shape), weight, bias, rows)
 
 
 @rule(F.rms_norm, torch.rms_norm)
@@ -41,7 +46,10 @@ def rms_norm(
     def normalise(x: Tensor, w: Any = None, b: Any = None) -> Tensor:
         return F.rms_norm(x, tuple(normalized_shape), w, eps)
 
-    return _over_last(tape, "rms_norm", normalise, input, len(normalized_shape), weight, None)
+    def rows(x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        return (at_least_float(g) * normalise(at_least_float(x))).sum(1), g.sum(1)
+
+    return _over_last(tape, "rms_norm", normalise, input, len(normalized_shape), weight, None, rows)
 
 
 @rule(F.group_norm, torch.group_norm)
@@ -59,7 +67,10 @@ def group_norm(
     def normalise(x: Tensor, w: Any = None, b: Any = None) -> Tensor:
         return F.group_norm(x, num_groups, w, b, eps)
 
-    return _over_channels(tape, "group_norm", normalise, input, weight, bias)
+    def rows(x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        return group_norm_rows(x.flatten(2), g.flatten(2), num_groups, eps)
+
+    return _over_channels(tape, "group_norm", normalise, input, weight, bias, rows)
 
 
 @rule(F.instance_norm)
@@ -118,8 +129,11 @@ def refuse_mixing(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Non
             )
 
 
+Rows = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # of scale and shift, from input and output gradient
+
+
 def _over_last(
-    tape: Tape, name: str, normalise: Callable[..., Tensor], input: Any, event: int, weight: Any, bias: Any
+    tape: Tape, name: str, normalise: Callable[..., Tensor], input: Any, event: int, weight: Any, bias: Any, rows: Rows
 ) -> Any:
     if tracked(input):
         return fallback(tape, normalise, (input, weight, bias), {})
@@ -129,15 +143,26 @@ def _over_last(
         (g,) = gradients
         assert g is not None
         if isinstance(weight, Tracked):
-            tape.add_dense(weight, reduced(tape, g * normalise(saved[0]), layout, event))
-        if isinstance(bias, Tracked):
+            scale, shift = rows(tape.by_sample(saved[0], layout, event), tape.by_sample(g, layout, event))
+            tape.add_dense(weight, scale)
+            if isinstance(bias, Tracked):
+                tape.add_dense(bias, shift)
+        elif isinstance(bias, Tracked):
             tape.add_dense(bias, reduced(tape, g, layout, event))
 
     output = normalise(input, plain(weight), plain(bias))
     return tape.tap((output,), (input,) if tracked(weight) else (), write)[0]
 
 
-def _over_channels(tape: Tape, name: str, normalise: Callable[..., Tensor], input: Any, weight: Any, bias: Any) -> Any:
+def _over_channels(
+    tape: Tape,
+    name: str,
+    normalise: Callable[..., Tensor],
+    input: Any,
+    weight: Any,
+    bias: Any,
+    rows: Rows | None = None,
+) -> Any:
     if tracked(input) or input.dim() < 2:
         return fallback(tape, normalise, (input, weight, bias), {})
     layout = tape.layout(input, 1, named(name, weight, bias))
@@ -145,6 +170,12 @@ def _over_channels(tape: Tape, name: str, normalise: Callable[..., Tensor], inpu
     def write(saved: tuple[Tensor, ...], gradients: tuple[Tensor | None, ...]) -> None:
         (g,) = gradients
         assert g is not None
+        if isinstance(weight, Tracked) and rows is not None:
+            scale, shift = rows(saved[0], g)
+            tape.add_dense(weight, reduced(tape, scale, layout, 1))
+            if isinstance(bias, Tracked):
+                tape.add_dense(bias, reduced(tape, shift, layout, 1))
+            return
         if isinstance(weight, Tracked):
             tape.add_dense(weight, reduced_to_channels(tape, g * normalise(saved[0]), layout))
         if isinstance(bias, Tracked):

@@ -1,0 +1,267 @@
+// outer_rows, outer_squares and conv_rows: each sample's weight gradient and its norm^2 (weight_rows.h).
+#include "weight_rows.h"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <vector>
+
+#include "arguments.h"
+#include "isa.h"
+#include "parallel.h"
+#include "pool.h"
+#if DPK_HAVE_X86_VARIANTS
+#include <immintrin.h>
+#endif
+
+#define DPK_KERNEL_FILE "weight_rows_kernel.h"
+#include "foreach_isa.h"
+
+namespace dpk {
+
+const WeightRowKernels& weight_row_kernels() {
+  static constexpr WeightRowKernels tables[] = {
+      portable::weight_rows::table,
+#if DPK_HAVE_X86_VARIANTS
+      avx2::weight_rows::table,
+      avx512::weight_rows::table,
+#endif
+  };
+  return tables[static_cast<int>(active_isa())];
+}
+
+namespace {
+
+constexpr int64_t places_at_a_time = 256;             // a packed run of this many places fits the first-level cache
+constexpr int64_t lines_at_a_time = 8;                // copied into blocks
+constexpr int64_t longest_sum = 1024;                 // places added up in one register
+constexpr int64_t units_wanted = 4;                   // of work, for threads to share
+constexpr int64_t streamed_bytes = int64_t{4} << 20;  // larger results are not read again from cache
+
+int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Floats of a thread, kept between calls; not filled.
+float* scratch(int which, int64_t floats) {
+  static thread_local std::array<std::vector<float>, 4> kept;
+  auto& memory = kept[static_cast<size_t>(which)];
+  if (memory.size() < static_cast<size_t>(floats)) memory.resize(static_cast<size_t>(floats));
+  return memory.data();
+}
+
+void fence() {
+#if DPK_HAVE_X86_VARIANTS
+  _mm_sfence();
+#endif
+}
+
+bool many(int64_t floats) { return floats * static_cast<int64_t>(sizeof(float)) >= streamed_bytes; }
+
+Tensor sum_of_parts(const std::vector<double>& parts, int64_t batch) {
+  Tensor squares = empty(&batch, 1, ScalarType::Double);
+  auto* out = squares.mutable_data_ptr<double>();
+  const int64_t each = batch ? static_cast<int64_t>(parts.size()) / batch : 0;
+  for (int64_t b = 0; b < batch; ++b) {
+    out[b] = 0.0;
+    for (int64_t i = 0; i < each; ++i) out[b] += parts[static_cast<size_t>(b * each + i)];
+  }
+  return squares;
+}
+
+}  // namespace
+
+// The squares; and the rows too where `out` is not null.
+Tensor form_outer(const Tensor& a_given, const Tensor& g_given, float* out) {
+  const Tensor a = a_given.stride(2) == 1 ? a_given : torch::stable::contiguous(a_given);
+  const Tensor g = g_given.stride(2) == 1 ? g_given : torch::stable::contiguous(g_given);
+  const int64_t batch = a.size(0), length = a.size(1), width = a.size(2), height = g.size(2);
+  const WeightRowKernels& k = weight_row_kernels();
+  const auto* a_data = a.const_data_ptr<float>();
+  const auto* g_data = g.const_data_ptr<float>();
+  const bool past_caches = many(batch * height * width);
+  const int64_t tile = tile_vectors * k.lanes, panels = divide_up(width, tile),
+                vectors_in_all = divide_up(width, k.lanes);
+  const auto panel_start = [&](int64_t p) { return p * vectors_in_all / panels * k.lanes; };  // about equally wide
+  const int64_t blocks = divide_up(height, k.block);
+  const int64_t parts = std::min(std::max<int64_t>(panels, 1), divide_up(units_wanted, std::max<int64_t>(batch, 1)));
+  std::vector<double> squares(static_cast<size_t>(batch * parts), 0.0);
+  parallel_for(0, batch * parts, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t unit = begin; unit < end; ++unit) {
+      const int64_t b = unit / parts, part = unit % parts;
+      float* packed = scratch(0, blocks * length * k.block);   // [blocks][length][block]
+      for (int64_t t = 0; t < length; t += lines_at_a_time) {  // a few lines of all blocks: reads and writes in runs
+        const int64_t count = std::min(lines_at_a_time, length - t);
+        const float* from = g_data + b * g.stride(0) + t * g.stride(1);
+        for (int64_t i = 0; i < height; i += k.block) {
+          k.pack(from + i, g.stride(1), count, std::min<int64_t>(k.block, height - i),
+                 packed + i * length + t * k.block, k.block, k.block);
+        }
+      }
+      float* panel = scratch(1, places_at_a_time * tile);
+      float* tiles = scratch(2, blocks * k.block * tile);
+      double square = 0.0;
+      for (int64_t p = panels * part / parts; p < panels * (part + 1) / parts; ++p) {
+        const int64_t first = panel_start(p), columns = std::min(panel_start(p + 1), width) - first;
+        const int64_t vectors = divide_up(columns, k.lanes), run = vectors * k.lanes;
+        for (int64_t t0 = 0; t0 < length || t0 == 0; t0 += places_at_a_time) {
+          const int64_t count = std::min(places_at_a_time, length - t0);
+          k.pack(a_data + b * a.stride(0) + t0 * a.stride(1) + first, a.stride(1), count, columns, panel, run, run);
+          const Walk walk{{1, 1, count}, {0, 0, run}};
+          for (int64_t i = 0; i < height; i += k.block) {
+            const int lines = static_cast<int>(std::min<int64_t>(k.block, height - i));
+            float* at = tiles + i * tile;
+            k.product(packed + i * length + t0 * k.block, lines, panel, static_cast<int>(vectors), walk, at, tile,
+                      t0 > 0);
+            if (t0 + count < length) continue;
+            float* to = out == nullptr ? nullptr : out + (b * height + i) * width + first;
+            square += k.finish(at, tile, lines, columns, to, width, past_caches);
+          }
+        }
+      }
+      squares[static_cast<size_t>(unit)] = square;
+    }
+    fence();
+  });
+  return sum_of_parts(squares, batch);
+}
+
+std::tuple<Tensor, Tensor> outer_rows(const Tensor& a, const Tensor& g) {
+  Tensor rows = pooled_floats({a.size(0), g.size(2), a.size(2)});
+  Tensor squares = form_outer(a, g, rows.mutable_data_ptr<float>());
+  return {rows, squares};
+}
+
+Tensor outer_squares(const Tensor& a, const Tensor& g) { return form_outer(a, g, nullptr); }
+
+namespace {
+
+using Three = std::array<int64_t, 3>;
+
+// A convolution of one to three dimensions as one of three: missing ones come first, of size one.
+struct Geometry {
+  int64_t batch, groups, inputs, outputs;  // inputs and outputs: channels of a group
+  Three in, out, kernel, stride, padding, dilation, padded;
+  int64_t places() const { return out[0] * out[1] * out[2]; }
+  int64_t taps() const { return kernel[0] * kernel[1] * kernel[2]; }
+};
+
+Three three(const std::vector<int64_t>& values, int64_t missing) {
+  Three result{missing, missing, missing};
+  std::copy(values.begin(), values.end(), result.end() - static_cast<std::ptrdiff_t>(values.size()));
+  return result;
+}
+
+Three places_of(const Tensor& t) {
+  std::vector<int64_t> sizes;
+  for (int64_t d = 2; d < t.dim(); ++d) sizes.push_back(t.size(d));
+  return three(sizes, 1);
+}
+
+// One sample's group with channels last, within zeros.
+void pack_inputs(const Geometry& s, const WeightRowKernels& k, const float* x, float* packed) {
+  const int64_t plane = s.in[1] * s.in[2], line = s.padded[2] * s.inputs;
+  if (s.padded != s.in) std::fill_n(packed, s.padded[0] * s.padded[1] * line, 0.0f);
+  for (int64_t z = 0; z < s.in[0]; ++z) {
+    for (int64_t y = 0; y < s.in[1]; ++y) {
+      float* to = packed + ((z + s.padding[0]) * s.padded[1] + y + s.padding[1]) * line + s.padding[2] * s.inputs;
+      k.interleave(x + z * plane + y * s.in[2], s.in[0] * plane, static_cast<int>(s.inputs), s.in[2], to, s.inputs);
+    }
+  }
+}
+
+// The rows of up to `block` outputs, [lines][taps][inputs] in `tile`.
+void conv_tile(const Geometry& s, const WeightRowKernels& k, const float* g, int lines, const float* x, float* tile,
+               int64_t tile_stride) {
+  const int64_t line = s.padded[2] * s.inputs, plane = s.padded[1] * line;
+  const int64_t runs = s.dilation[2] == 1 ? 1 : s.kernel[2], run = s.kernel[2] * s.inputs / runs;
+  const int64_t rows_at_a_time = std::max<int64_t>(1, longest_sum / std::max<int64_t>(s.out[2], 1));
+  for (int64_t kz = 0; kz < s.kernel[0]; ++kz) {
+    for (int64_t ky = 0; ky < s.kernel[1]; ++ky) {
+      for (int64_t r = 0; r < runs; ++r) {
+        const float* from = x + kz * s.dilation[0] * plane + ky * s.dilation[1] * line + r * s.dilation[2] * s.inputs;
+        float* to = tile + ((kz * s.kernel[1] + ky) * s.kernel[2] + r) * s.inputs;
+        for (int64_t first = 0; first < run; first += tile_vectors * k.lanes) {
+          const int64_t vectors = std::min<int64_t>(tile_vectors, divide_up(run - first, k.lanes));
+          bool onto = false;
+          for (int64_t z = 0; z < s.out[0]; ++z) {
+            for (int64_t y = 0; y < s.out[1]; y += rows_at_a_time) {
+              const Walk walk{{1, std::min(rows_at_a_time, s.out[1] - y), s.out[2]},
+                              {0, s.stride[1] * line, s.stride[2] * s.inputs}};
+              k.product(g + (z * s.out[1] + y) * s.out[2] * k.block, lines,
+                        from + z * s.stride[0] * plane + y * s.stride[1] * line + first, static_cast<int>(vectors),
+                        walk, to + first, tile_stride, onto);
+              onto = true;
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+
+std::tuple<Tensor, Tensor> conv_rows(const Tensor& x_given, const Tensor& g_given, std::vector<int64_t> kernel,
+                                     std::vector<int64_t> stride, std::vector<int64_t> padding,
+                                     std::vector<int64_t> dilation, int64_t groups) {
+  const Tensor x = torch::stable::contiguous(x_given), g = torch::stable::contiguous(g_given);
+  Geometry s{x.size(0),        groups,           x.size(1) / groups, g.size(1) / groups, places_of(x), places_of(g),
+             three(kernel, 1), three(stride, 1), three(padding, 0),  three(dilation, 1), Three{}};
+  for (size_t d = 0; d < 3; ++d) {
+    const int64_t reach = (s.out[d] - 1) * s.stride[d] + (s.kernel[d] - 1) * s.dilation[d] + 1;
+    s.padded[d] = std::max(s.in[d] + s.padding[d], reach);
+  }
+  std::vector<int64_t> sizes{s.batch, g.size(1), s.inputs};
+  sizes.insert(sizes.end(), kernel.begin(), kernel.end());
+  const WeightRowKernels& k = weight_row_kernels();
+  Tensor rows = pooled_floats(sizes);
+  const auto* x_data = x.const_data_ptr<float>();
+  const auto* g_data = g.const_data_ptr<float>();
+  auto* out = rows.mutable_data_ptr<float>();
+  const bool past_caches = many(rows.numel());
+  const int64_t in_places = s.in[0] * s.in[1] * s.in[2], row = s.taps() * s.inputs, slack = tile_vectors * k.lanes;
+  const int64_t packed_floats = s.padded[0] * s.padded[1] * s.padded[2] * s.inputs + slack;
+  const int64_t blocks = divide_up(s.outputs, k.block), samples_groups = s.batch * groups;
+  const int64_t parts =
+      std::min(std::max<int64_t>(blocks, 1), divide_up(units_wanted, std::max<int64_t>(samples_groups, 1)));
+  std::vector<double> squares(static_cast<size_t>(samples_groups * parts), 0.0);
+  parallel_for(0, samples_groups * parts, 1, [&](int64_t begin, int64_t end) {
+    int64_t packed_for = -1;
+    for (int64_t unit = begin; unit < end; ++unit) {
+      const int64_t group = unit / parts, part = unit % parts;  // of all groups of all samples
+      float* packed = scratch(0, packed_floats);
+      if (group != packed_for) pack_inputs(s, k, x_data + group * s.inputs * in_places, packed);
+      packed_for = group;
+      float* g_packed = scratch(1, s.places() * k.block);
+      float* tile = scratch(2, k.block * (row + slack));
+      float* turned = scratch(3, row);
+      double square = 0.0;
+      for (int64_t b = blocks * part / parts; b < blocks * (part + 1) / parts; ++b) {
+        const int64_t first = b * k.block;
+        const int lines = static_cast<int>(std::min<int64_t>(k.block, s.outputs - first));
+        k.interleave(g_data + (group * s.outputs + first) * s.places(), s.places(), lines, s.places(), g_packed,
+                     k.block);
+        conv_tile(s, k, g_packed, lines, packed, tile, row + slack);
+        for (int m = 0; m < lines; ++m) {
+          const float* from = tile + m * (row + slack);
+          if (s.taps() > 1) {
+            k.interleave(from, s.inputs, static_cast<int>(s.taps()), s.inputs, turned, s.taps());
+            from = turned;
+          }
+          float* to = out + (group * s.outputs + first + m) * row;
+          square += k.finish(from, row, 1, row, to, row, past_caches);
+        }
+      }
+      squares[static_cast<size_t>(unit)] = square;
+    }
+    fence();
+  });
+  return {rows, sum_of_parts(squares, s.batch)};
+}
+
+}  // namespace dpk
+
+STABLE_TORCH_LIBRARY_IMPL(dpkernels, CPU, m) {
+  m.impl("outer_rows", TORCH_BOX(&dpk::outer_rows));
+  m.impl("outer_squares", TORCH_BOX(&dpk::outer_squares));
+  m.impl("conv_rows", TORCH_BOX(&dpk::conv_rows));
+}

@@ -1,0 +1,167 @@
+// The vector code behind weight_rows.h.
+namespace dpk::DPK_ISA {
+namespace weight_rows {
+
+#include "simd.h"
+
+constexpr int block = DPK_LANES == 16 ? 8 : 4;  // with three vectors of a run, what the registers hold
+
+template <int rows, int vectors>
+void product_of(const float* g, const float* run, const Walk& walk, float* tile, int64_t tile_stride, bool onto) {
+  Floats sum[rows][vectors] = {};
+  for (int64_t z = 0; z < walk.count[0]; ++z) {
+    for (int64_t y = 0; y < walk.count[1]; ++y) {
+      const float* at = run + z * walk.step[0] + y * walk.step[1];
+      for (int64_t x = 0; x < walk.count[2]; ++x) {
+        Floats inputs[vectors];
+#pragma GCC unroll 3
+        for (int v = 0; v < vectors; ++v) inputs[v] = load<Floats>(at + v * lanes);
+#pragma GCC unroll 8
+        for (int m = 0; m < rows; ++m) {
+#pragma GCC unroll 3
+          for (int v = 0; v < vectors; ++v) sum[m][v] += g[m] * inputs[v];
+        }
+        g += block;
+        at += walk.step[2];
+      }
+    }
+  }
+#pragma GCC unroll 8
+  for (int m = 0; m < rows; ++m) {
+#pragma GCC unroll 3
+    for (int v = 0; v < vectors; ++v) {
+      float* to = tile + m * tile_stride + v * lanes;
+      store(to, onto ? load<Floats>(to) + sum[m][v] : sum[m][v]);
+    }
+  }
+}
+
+template <int rows>
+void product_of_rows(const float* g, const float* run, int vectors, const Walk& walk, float* tile, int64_t stride,
+                     bool onto) {
+  if (vectors == 1) return product_of<rows, 1>(g, run, walk, tile, stride, onto);
+  if (vectors == 2) return product_of<rows, 2>(g, run, walk, tile, stride, onto);
+  product_of<rows, 3>(g, run, walk, tile, stride, onto);
+}
+
+void product(const float* g, int rows, const float* run, int vectors, const Walk& walk, float* tile, int64_t stride,
+             bool onto) {
+  int m = 0;
+  for (; rows - m >= block; m += block) product_of_rows<block>(g, run, vectors, walk, tile, stride, onto);
+  for (; rows - m >= 4; m += 4) product_of_rows<4>(g + m, run, vectors, walk, tile + m * stride, stride, onto);
+  for (; rows - m >= 2; m += 2) product_of_rows<2>(g + m, run, vectors, walk, tile + m * stride, stride, onto);
+  if (m < rows) product_of_rows<1>(g + m, run, vectors, walk, tile + m * stride, stride, onto);
+}
+
+typedef float Block __attribute__((vector_size(4 * block)));
+
+void pack(const float* from, int64_t from_stride, int64_t count, int64_t width, float* to, int64_t to_stride,
+          int64_t to_width) {
+  for (int64_t t = 0; t < count; ++t) {
+    const float* in = from + t * from_stride;
+    float* out = to + t * to_stride;
+    int64_t j = 0;
+    for (; j + block <= width; j += block) store(out + j, load<Block>(in + j));
+    for (; j < width; ++j) out[j] = in[j];
+    for (; j < to_width; ++j) out[j] = 0.0f;
+  }
+}
+
+inline void store_past_caches(float* to, Floats value) {
+#if DPK_HAVE_X86_VARIANTS && DPK_LANES == 16
+  _mm512_stream_ps(to, (__m512)value);
+#elif DPK_HAVE_X86_VARIANTS && DPK_LANES == 8
+  _mm256_stream_ps(to, (__m256)value);
+#elif DPK_HAVE_X86_VARIANTS
+  _mm_stream_ps(to, (__m128)value);
+#else
+  store(to, value);
+#endif
+}
+
+double finish(const float* tile, int64_t stride, int rows, int64_t width, float* out, int64_t out_stride,
+              bool past_caches) {
+  const auto aligned = [](int64_t bytes) { return bytes % static_cast<int64_t>(sizeof(Floats)) == 0; };
+  past_caches = past_caches && aligned(reinterpret_cast<intptr_t>(out)) && (rows == 1 || aligned(out_stride * 4));
+  Doubles sum[2] = {};
+  double rest = 0.0;
+  for (int m = 0; m < rows; ++m) {
+    const float* row = tile + m * stride;
+    float* to = out == nullptr ? nullptr : out + m * out_stride;
+    int64_t j = 0;
+    for (; j + lanes <= width; j += lanes) {
+      const Doubles low = widen_floats(load<HalfFloats>(row + j));
+      const Doubles high = widen_floats(load<HalfFloats>(row + j + double_lanes));
+      sum[0] += low * low;
+      sum[1] += high * high;
+      if (to == nullptr) continue;
+      if (past_caches) {
+        store_past_caches(to + j, load<Floats>(row + j));
+      } else {
+        store(to + j, load<Floats>(row + j));
+      }
+    }
+    for (; j < width; ++j) {
+      rest += static_cast<double>(row[j]) * static_cast<double>(row[j]);
+      if (to != nullptr) to[j] = row[j];
+    }
+  }
+  const Doubles total = sum[0] + sum[1];
+  for (int l = 0; l < double_lanes; ++l) rest += total[l];
+  return rest;
+}
+
+typedef float Eight __attribute__((vector_size(32)));
+typedef int32_t EightInts __attribute__((vector_size(32)));
+
+// An 8 x 8 transpose by pairs, then quarters, then halves.
+inline void transpose_eight(Eight (&r)[8]) {
+  Eight a[8], b[8];
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    a[2 * i] = __builtin_shuffle(r[2 * i], r[2 * i + 1], (EightInts){0, 8, 2, 10, 4, 12, 6, 14});
+    a[2 * i + 1] = __builtin_shuffle(r[2 * i], r[2 * i + 1], (EightInts){1, 9, 3, 11, 5, 13, 7, 15});
+  }
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; ++i) {
+#pragma GCC unroll 2
+    for (int k = 0; k < 2; ++k) {
+      b[4 * i + k] = __builtin_shuffle(a[4 * i + k], a[4 * i + k + 2], (EightInts){0, 1, 8, 9, 4, 5, 12, 13});
+      b[4 * i + k + 2] = __builtin_shuffle(a[4 * i + k], a[4 * i + k + 2], (EightInts){2, 3, 10, 11, 6, 7, 14, 15});
+    }
+  }
+#pragma GCC unroll 4
+  for (int k = 0; k < 4; ++k) {
+    r[k] = __builtin_shuffle(b[k], b[k + 4], (EightInts){0, 1, 2, 3, 8, 9, 10, 11});
+    r[k + 4] = __builtin_shuffle(b[k], b[k + 4], (EightInts){4, 5, 6, 7, 12, 13, 14, 15});
+  }
+}
+
+void interleave(const float* in, int64_t in_stride, int rows, int64_t places, float* out, int64_t width) {
+  int m = 0;
+  for (; m + 8 <= rows; m += 8) {
+    int64_t p = 0;
+    for (; p + 8 <= places; p += 8) {
+      Eight r[8];
+#pragma GCC unroll 8
+      for (int k = 0; k < 8; ++k) r[k] = load<Eight>(in + (m + k) * in_stride + p);
+      transpose_eight(r);
+#pragma GCC unroll 8
+      for (int k = 0; k < 8; ++k) store(out + (p + k) * width + m, r[k]);
+    }
+    for (; p < places; ++p) {
+      for (int k = 0; k < 8; ++k) out[p * width + m + k] = in[(m + k) * in_stride + p];
+    }
+  }
+  for (; m < rows; ++m) {
+    for (int64_t p = 0; p < places; ++p) out[p * width + m] = in[m * in_stride + p];
+  }
+  for (; m < width; ++m) {
+    for (int64_t p = 0; p < places; ++p) out[p * width + m] = 0.0f;
+  }
+}
+
+constexpr WeightRowKernels table = {block, lanes, product, pack, finish, interleave};
+
+}  // namespace weight_rows
+}  // namespace dpk::DPK_ISA

@@ -1,0 +1,115 @@
+// weighted_sum_: for each tensor of a list,
+//
+//   sum = (what it holds, if `filled` + sum over its rows and samples of weight_b row_b + std * z) * scale
+//
+// in float64, rounded once. Columns go in tiles: every sample's stretch of a tile is added while the tile is in the
+// first-level cache, then the noise, so that rows are read once and sums are written once. A sample of weight zero is
+// left out by selection. Samples are added in order: bits do not depend on the number of threads. Limit: one read of
+// the rows from memory.
+#include <algorithm>
+
+#include "arguments.h"
+#include "parallel.h"
+
+namespace dpk {
+namespace {
+
+constexpr int64_t rows_at_a_time = 4;  // streams from memory
+
+struct Source {
+  const char* data;
+  int64_t stride;  // bytes from sample to sample
+  Element element;
+};
+
+struct Target {
+  char* data;
+  bool wide, filled;
+  int64_t first;  // element, over the whole list
+  std::vector<Source> sources;
+};
+
+struct Piece {
+  size_t target;
+  int64_t start, length;
+};
+
+}  // namespace
+
+void weighted_sum_(Tensors sums, std::vector<bool> filled, const Tensors& rows, std::vector<int64_t> owner,
+                   const Tensor& weights, const std::optional<Tensor>& stream, const std::optional<Tensor>& std,
+                   double scale) {
+  const int64_t batch = weights.size(0), groups = weights.size(1);
+  const auto* weight = weights.const_data_ptr<double>();
+  std::vector<Target> targets;
+  std::vector<Piece> pieces;
+  int64_t first = 0;
+  for (size_t i = 0; i < sums.size(); ++i) {
+    STD_TORCH_CHECK(sums[i].is_contiguous(), "dpkernels: sums must be contiguous");
+    const bool wide = element_of(sums[i]) == Element::f64;
+    targets.push_back({static_cast<char*>(sums[i].mutable_data_ptr()), wide, filled[i], first, {}});
+    const int64_t size = sums[i].numel();
+    for (int64_t start = 0; start < size; start += tile_elements) {
+      pieces.push_back({i, start, std::min(tile_elements, size - start)});
+    }
+    first += size;
+  }
+  Tensors keep;
+  for (size_t j = 0; j < rows.size(); ++j) {
+    const Tensor& own = keep.emplace_back(with_contiguous_samples(rows[j]));
+    const Element element = element_of(own);
+    targets[static_cast<size_t>(owner[j])].sources.push_back(
+        {static_cast<const char*>(own.const_data_ptr()), own.stride(0) * element_bytes(element), element});
+  }
+  const Noise noise = noise_of(stream, std);
+  const auto& accumulate = row_kernels().accumulate[static_cast<int>(Form::single)];
+  const int64_t grain = (int64_t{1} << 15) / (tile_elements * std::max<int64_t>(batch, 1)) + 1;
+  parallel_for(0, static_cast<int64_t>(pieces.size()), grain, [&](int64_t begin, int64_t end) {
+    NoiseAdder adder(noise);
+    alignas(64) double sum[tile_elements];
+    for (int64_t p = begin; p < end; ++p) {
+      const Piece& piece = pieces[static_cast<size_t>(p)];
+      const Target& target = targets[piece.target];
+      auto* wide = reinterpret_cast<double*>(target.data) + piece.start;
+      auto* narrow = reinterpret_cast<float*>(target.data) + piece.start;
+      if (target.sources.empty() && target.filled) {
+        if (target.wide) {
+          adder.add(wide, wide, piece.length, target.first + piece.start, scale);
+        } else {
+          adder.add(narrow, narrow, piece.length, target.first + piece.start, scale);
+        }
+        continue;
+      }
+      if (!target.filled) {
+        std::fill_n(sum, piece.length, 0.0);
+      } else if (target.wide) {
+        std::copy_n(wide, piece.length, sum);
+      } else {
+        std::copy_n(narrow, piece.length, sum);
+      }
+      const auto group = groups > 1 ? static_cast<int64_t>(piece.target) : 0;
+      for (const Source& source : target.sources) {
+        Row block[rows_at_a_time];
+        int count = 0;
+        for (int64_t b = 0; b < batch; ++b) {
+          const double w = weight[b * groups + group];
+          const char* at = source.data + b * source.stride + piece.start * element_bytes(source.element);
+          if (w != 0.0) block[count++] = {at, nullptr, {w, 0.0, 0.0}};
+          if (count == rows_at_a_time || (b + 1 == batch && count > 0)) {
+            accumulate[static_cast<int>(source.element)](sum, piece.length, block, count, nullptr, 0);
+            count = 0;
+          }
+        }
+      }
+      if (target.wide) {
+        adder.add(wide, sum, piece.length, target.first + piece.start, scale);
+      } else {
+        adder.add(narrow, sum, piece.length, target.first + piece.start, scale);
+      }
+    }
+  });
+}
+
+}  // namespace dpk
+
+STABLE_TORCH_LIBRARY_IMPL(dpkernels, CPU, m) { m.impl("weighted_sum_", TORCH_BOX(&dpk::weighted_sum_)); }

@@ -1,0 +1,52 @@
+"""Rows that are formed and kept: each sample's own gradient of a weight, of a scale and shift."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dpkernels import reference
+from dpkernels.factors import Dense, at_least_float
+
+
+def outer_rows(a: Tensor, g: Tensor) -> Dense:
+    """sum_t g_t a_t^T as stored rows."""
+    a, g = at_least_float(a), at_least_float(g)
+    form = torch.ops.dpkernels.outer_rows if a.dtype == torch.float32 else reference.outer_rows
+    return Dense(*form(a, g))
+
+
+def conv_rows(
+    x: Tensor,
+    g: Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> tuple[Tensor, Tensor]:
+    """The weight gradient of each image on its own, [N, O, C / groups, *kernel], and its norm^2.
+
+    From x [N, C, ...] and g [N, O, ...]. `padding` is what comes before x; behind it there is as much as g asks for.
+    """
+    x, g = at_least_float(x), at_least_float(g)
+    if x.shape[0] == 0:  # no sample was routed here
+        return g.new_zeros(0, g.shape[1], x.shape[1] // groups, *kernel), g.new_zeros(0, dtype=torch.float64)
+    form = torch.ops.dpkernels.conv_rows if x.dtype == torch.float32 else reference.conv_rows
+    return form(x, g, kernel, stride, padding, dilation, groups)
+
+
+def layer_norm_rows(x: Tensor, g: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """Each sample's gradient of scale and shift, [B, d] from x and g [B, T, d]."""
+    x, g = at_least_float(x), at_least_float(g)
+    form = torch.ops.dpkernels.layer_norm_rows if x.dtype == g.dtype == torch.float32 else reference.layer_norm_rows
+    return form(x, g, epsilon)
+
+
+def group_norm_rows(x: Tensor, g: Tensor, groups: int, epsilon: float) -> tuple[Tensor, Tensor]:
+    """Each image's gradient of scale and shift, [N, C] from x and g [N, C, places]."""
+    x, g = at_least_float(x), at_least_float(g)
+    form = torch.ops.dpkernels.group_norm_rows if x.dtype == g.dtype == torch.float32 else reference.group_norm_rows
+    return form(x, g, groups, epsilon)

@@ -1,0 +1,255 @@
+"""Inner products of rows, and their norms with bounds that are true in real arithmetic.
+
+Factors are widened to float64, where a product of two float32 is exact. What is computed differs from the row's own by
+rounding alone, and `squared_norms` returns a number above the true value in spite of it, by this reckoning. Let N_i be
+the sum of the norms of the row's addends, |g_it| |a_it| and so on; u is the rounding unit of the arithmetic.
+
+    gram   inner products of addends are off by at most k u N_i^2 in total, for sums of at most k terms each
+    tile   a row formed by adding up is off by at most (T + 2) u N_i in norm; in float32, T counts up to 256 and then
+           by 256s, as `outer_squares` adds
+    keep   a stored row is what it is
+
+Where addends cancel, so that such a margin would shrink a row too much, that sample's row is formed again in float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dpkernels import factors, planner
+from dpkernels.factors import TINY, UNIT, Dense, Matrix, Outer, Rows, Term, at_least_float, block, chunks, pieces, take
+
+GRAM_MARGIN = 1e-4  # of norm^2: with more, the row is formed
+TILE_MARGIN = 1e-2  # of the norm, in float32: with more, the row is formed in float64
+FLOAT_UNIT = 2.0**-23  # twice the rounding unit of float32
+
+
+def inner(x: Matrix, y: Matrix) -> Tensor:
+    """<x_i, y_i> for each sample, [B] in float64."""
+    if _by_terms(x, y):
+        return _inner_by_terms(x, y)
+    result = _zeros(x)
+    for samples, low, high in pieces(x):
+        result[samples] += (block(x, samples, low, high) * block(y, samples, low, high)).sum((1, 2))
+    return result
+
+
+def squared_norms(matrices: Sequence[Matrix], *, rounded: bool = False) -> tuple[Tensor, Tensor]:
+    """|row_i|^2 of each matrix as computed, and numbers that are not below the true ones; [B, matrices] in float64.
+
+    `rounded`: the bound is to hold also for the rows whose factors g were multiplied by coefficients and rounded.
+    """
+    if not matrices:
+        return torch.zeros(0, 0), torch.zeros(0, 0)
+    found = _factor_squares(matrices)
+    results = [_squared_norm(m, squares, rounded) for m, squares in zip(matrices, found, strict=True)]
+    return torch.stack([s for s, _ in results], dim=1), torch.stack([u for _, u in results], dim=1)
+
+
+def sizes(m: Matrix) -> Tensor:
+    """N_i, rounded up, in float64."""
+    return _size(m, _factor_squares([m])[0])
+
+
+def _factor_squares(matrices: Sequence[Matrix]) -> list[list[Tensor]]:
+    """The squares of all that each matrix holds, term after term: of lines a and g, or g, [B, T]; of rows [B]."""
+    by_count: dict[int, list[Tensor]] = {}  # what has equally many lines goes in one call
+    for m in matrices:
+        for t in m.terms:
+            if isinstance(t, Dense):
+                by_count.setdefault(m.batch, []).extend([t.values] if t.squares is None else [])
+            else:
+                lines = [t.a, t.g] if isinstance(t, Outer) else [t.g]
+                by_count.setdefault(m.batch * m.length_of(t), []).extend(x.flatten(0, 1) for x in lines)
+    columns = {
+        count: iter(torch.ops.dpkernels.row_squares(tensors).unbind(1))
+        for count, tensors in by_count.items()
+        if tensors
+    }
+    found = []
+    for m in matrices:
+        squares: list[Tensor] = []
+        for t in m.terms:
+            if isinstance(t, Dense):
+                squares.append(next(columns[m.batch]) if t.squares is None else t.squares)
+            else:
+                length = m.length_of(t)
+                lines_found = columns[m.batch * length]
+                squares += [next(lines_found).view(m.batch, length) for _ in range(2 if isinstance(t, Outer) else 1)]
+        found.append(squares)
+    return found
+
+
+def _size(m: Matrix, squares: list[Tensor]) -> Tensor:
+    size, rest = _zeros(m), iter(squares)
+    for t in m.terms:
+        if isinstance(t, Outer):
+            size += (next(rest).sqrt() * next(rest).sqrt()).sum(1)
+        else:
+            size += next(rest).sqrt() if isinstance(t, Dense) else next(rest).sqrt().sum(1)
+    return size * (1 + (m.height * m.width + m.length + 64) * UNIT) + TINY
+
+
+def _squared_norm(m: Matrix, squares: list[Tensor], rounded: bool) -> tuple[Tensor, Tensor]:
+    if m.outer is None and m.rows is None:
+        return squares[0], squares[0] * (1 + (m.height * m.width + 64) * UNIT) + TINY**2
+    size = _size(m, squares)
+    if m.dense is None and m.rows is None and m.length == 1:  # |g a^T| = |g| |a|: nothing to cancel
+        square, upper = (squares[0] * squares[1])[:, 0], size.square()
+    elif m.outer is None and m.dense is None and m.rows is not None and m.rows.g.dtype == torch.float32:
+        square = torch.ops.dpkernels.lookup_squares(m.rows.ids, m.rows.g)
+        upper = _upper_of_formed(m, square, size)
+    elif _by_terms(m, m):
+        square, upper = _by_gram(m, size)
+    else:
+        square, upper = _by_tiles(m, size)
+    if rounded:
+        unit = FLOAT_UNIT if all(at_least_float(t).dtype == torch.float32 for t in _rounded_factors(m)) else UNIT
+        upper = (upper.sqrt() + 2 * unit * size).square()
+    return square, upper * (1 + 8 * UNIT)
+
+
+def _rounded_factors(m: Matrix) -> list[Tensor]:
+    return [t.g for t in m.terms if not isinstance(t, Dense)]
+
+
+def _by_gram(m: Matrix, size: Tensor) -> tuple[Tensor, Tensor]:
+    square = _inner_by_terms(m, m)
+    margin = (m.height + m.width + m.length**2 + 64) * UNIT * size.square() + TINY**2
+    upper = square.clamp(min=0) + margin
+    return _redone(m, square, upper, size, margin > GRAM_MARGIN * square)
+
+
+def _by_tiles(m: Matrix, size: Tensor) -> tuple[Tensor, Tensor]:
+    single = m.outer is not None and m.dense is None and m.rows is None
+    if not single or any(t.dtype == torch.float64 for t in _rounded_factors(m)):
+        square = _formed_squares(m)
+        return square, _upper_of_formed(m, square, size)
+    assert m.outer is not None
+    square = torch.ops.dpkernels.outer_squares(at_least_float(m.outer.a), at_least_float(m.outer.g))
+    additions = min(m.length, 256) + m.length // 256 + 3
+    margin = additions * FLOAT_UNIT * size + m.height * m.width * m.length * 2.0**-149
+    upper = (square.sqrt() * (1 + (m.height * m.width + 64) * UNIT) + margin).square()
+    return _redone(m, square, upper, size, margin > TILE_MARGIN * square.sqrt())
+
+
+def _redone(m: Matrix, square: Tensor, upper: Tensor, size: Tensor, poor: Tensor) -> tuple[Tensor, Tensor]:
+    """Norms whose bound is poor, from the rows themselves."""
+    redo = (poor & (size > 2 * TINY)).nonzero().squeeze(1)
+    if len(redo):
+        chosen = take(m, redo)
+        square[redo] = _formed_squares(chosen)
+        upper[redo] = _upper_of_formed(chosen, square[redo], size[redo])
+    return square, upper
+
+
+def _formed_squares(m: Matrix) -> Tensor:
+    square = _zeros(m)
+    for samples, low, high in pieces(m):
+        square[samples] += block(m, samples, low, high).square().sum((1, 2))
+    return square
+
+
+def _upper_of_formed(m: Matrix, square: Tensor, size: Tensor) -> Tensor:
+    norm = square.sqrt() * (1 + (m.height * m.width + 64) * UNIT)
+    return (norm + (m.length + 2) * UNIT * size).square() * (1 + 8 * UNIT) + TINY**2
+
+
+def _by_terms(x: Matrix, y: Matrix) -> bool:
+    """Whether inner products of addends cost less than forming the rows."""
+    if x.outer is None and y.outer is None:
+        return x.rows is not None or y.rows is not None  # one line per id, never height lines
+    return planner.gram_or_tile(x.length, y.length, x.height, x.width) is planner.Way.GRAM
+
+
+def _inner_by_terms(x: Matrix, y: Matrix) -> Tensor:
+    result = _zeros(x)
+    for s in x.terms:
+        for t in y.terms:
+            result += _inner_of(x, s, t)
+    return result
+
+
+def _inner_of(m: Matrix, s: Term, t: Term) -> Tensor:
+    if isinstance(s, Outer) and isinstance(t, Outer):
+        return _outer_outer(m, s, t)
+    if isinstance(s, Rows) and isinstance(t, Rows):
+        return _rows_rows(m, s, t)
+    if isinstance(s, Dense) and isinstance(t, Dense):
+        result = _zeros(m)
+        for samples in chunks(m.batch, m.height * m.width):
+            result[samples] = (s.values[samples].double() * t.values[samples].double()).sum((1, 2))
+        return result
+    if isinstance(s, Outer) and isinstance(t, Rows):
+        return _outer_rows(m, s, t)
+    if isinstance(s, Outer) and isinstance(t, Dense):
+        result = _zeros(m)
+        for samples in chunks(m.batch, max(m.height * m.width, s.g.shape[1] * max(m.height, m.width))):
+            lines = s.g[samples].double() @ t.values[samples].double()
+            result[samples] = (lines * s.a[samples].double()).sum((1, 2))
+        return result
+    if isinstance(s, Rows) and isinstance(t, Dense):
+        result = _zeros(m)
+        for samples in chunks(m.batch, s.g.shape[1] * m.width):
+            index = s.ids[samples].unsqueeze(2).expand(-1, -1, m.width)
+            result[samples] = (t.values[samples].gather(1, index).double() * s.g[samples].double()).sum((1, 2))
+        return result
+    return _inner_of(m, t, s)
+
+
+def _outer_outer(m: Matrix, s: Outer, t: Outer) -> Tensor:
+    """sum over t, u of <a_t, a'_u> <g_t, g'_u>, in tiles of t."""
+    result = _zeros(m)
+    if s.g.shape[1] == 1 and t.g.shape[1] == 1:
+        for samples in chunks(m.batch, max(m.height, m.width)):
+            a = (s.a[samples].double() * t.a[samples].double()).sum((1, 2))
+            result[samples] = a * (s.g[samples].double() * t.g[samples].double()).sum((1, 2))
+        return result
+    long = max(s.g.shape[1], t.g.shape[1])
+    for samples in chunks(m.batch, long * max(m.height, m.width)):
+        a_, g_ = t.a[samples].double().transpose(1, 2), t.g[samples].double().transpose(1, 2)
+        step = max(1, factors.PIECE // max(1, long * a_.shape[0]))
+        for first in range(0, s.g.shape[1], step):
+            tile = slice(first, first + step)
+            a = s.a[samples][:, tile].double() @ a_
+            result[samples] += (a * (s.g[samples][:, tile].double() @ g_)).sum((1, 2))
+    return result
+
+
+def _rows_rows(m: Matrix, s: Rows, t: Rows) -> Tensor:
+    """Lines with equal ids are added up first; then it is a product of sparse matrices, line by line."""
+    result = _zeros(m)
+    for samples in chunks(m.batch, (s.g.shape[1] + t.g.shape[1]) * m.width):
+        offset = m.height * torch.arange(samples.stop - samples.start, device=result.device).unsqueeze(1)
+        keys = [(term.ids[samples] + offset).flatten() for term in (s, t)]
+        lines, place = torch.cat(keys).unique(return_inverse=True)
+        sums = []
+        for term, where in zip((s, t), place.split([len(k) for k in keys]), strict=True):
+            total = torch.zeros((len(lines), m.width), dtype=torch.float64, device=result.device)
+            sums.append(total.index_add_(0, where, term.g[samples].double().flatten(0, 1)))
+        result[samples] = result[samples].index_add(0, lines // max(m.height, 1), (sums[0] * sums[1]).sum(1))
+    return result
+
+
+def _outer_rows(m: Matrix, s: Outer, t: Rows) -> Tensor:
+    """sum over t, u of g_t[id_u] <a_t, g'_u>: gather, then dot, in tiles of t."""
+    result = _zeros(m)
+    long = max(s.g.shape[1], t.g.shape[1])
+    for samples in chunks(m.batch, long * max(m.width, t.g.shape[1])):
+        lines = t.g[samples].double().transpose(1, 2)
+        step = max(1, factors.PIECE // max(1, t.ids.shape[1] * lines.shape[0]))
+        for first in range(0, s.g.shape[1], step):
+            g = s.g[samples][:, first : first + step]
+            index = t.ids[samples].unsqueeze(1).expand(-1, g.shape[1], -1)
+            products = s.a[samples][:, first : first + step].double() @ lines
+            result[samples] += (g.gather(2, index).double() * products).sum((1, 2))
+    return result
+
+
+def _zeros(m: Matrix) -> Tensor:
+    first = m.terms[0]
+    like = first.values if isinstance(first, Dense) else first.g
+    return like.new_zeros(m.batch, dtype=torch.float64)

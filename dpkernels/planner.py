@@ -1,0 +1,141 @@
+"""How the rows of a linear layer are handled: three ways, chosen from shapes and from the memory there is.
+
+    keep   form g a^T for each sample during the backward, with its norm; add the stored rows up later
+    gram   norms from inner products of factors; the sum is one product of matrices
+    tile   norms from rows formed in pieces and dropped; the sum is one product of matrices
+
+The cost counts the sum too. Besides the 2 T p d operations of the ordinary weight gradient, which every way has once
+(`keep` as it forms rows, the others as they sum), a sample costs `keep` its row written and read again, `gram` two
+T x T products in float64, and `tile` another 2 T p d. A T of 1 costs `gram` nothing: the norm is |a| |g|.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+import torch
+
+OPERATIONS_PER_BYTE = 8  # that a core does while it moves a byte to or from memory
+WIDE = 2  # operations in float64 cost this many in float32
+
+
+class Way(Enum):
+    """How one layer's rows are handled."""
+
+    KEEP = "keep"
+    GRAM = "gram"
+    TILE = "tile"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen for one use of a parameter, and what it costs in float32 operations."""
+
+    parameter: str
+    op: str
+    way: Way
+    batch: int
+    length: int
+    height: int
+    width: int
+    weight_gradient: float
+    extra: float
+    stored_bytes: int
+
+
+_forced: list[Way] = []
+
+
+@contextlib.contextmanager
+def forced(way: Way) -> Iterator[None]:
+    """Every layer goes this way, whatever it costs: for tests and measurements."""
+    _forced.append(way)
+    try:
+        yield
+    finally:
+        _forced.pop()
+
+
+def weight_gradient(length: int, height: int, width: int) -> float:
+    """Operations of the ordinary weight gradient for one sample."""
+    return 2.0 * length * height * width
+
+
+def extra_cost(way: Way, length: int, height: int, width: int) -> float:
+    """What one sample costs beyond that, in float32 operations."""
+    if way is Way.KEEP:
+        return 2.0 * stored_bytes(1, height, width) * OPERATIONS_PER_BYTE
+    if way is Way.TILE:
+        return weight_gradient(length, height, width)
+    return WIDE * 2.0 * length**2 * (height + width) if length > 1 else 2.0 * (height + width)
+
+
+def stored_bytes(batch: int, height: int, width: int) -> int:
+    """Memory that kept rows take."""
+    return 4 * batch * height * width
+
+
+def choose(batch: int, length: int, height: int, width: int, room: int) -> Way:
+    """The cheapest way whose rows fit into `room` bytes."""
+    if _forced:
+        return _forced[-1]
+    ways = [Way.GRAM, Way.TILE]
+    if length > 1 and stored_bytes(batch, height, width) <= room:
+        ways.append(Way.KEEP)
+    return min(ways, key=lambda way: extra_cost(way, length, height, width))
+
+
+def choice(parameter: str, op: str, way: Way, batch: int, length: int, height: int, width: int) -> Choice:
+    """A choice with its costs."""
+    return Choice(
+        parameter,
+        op,
+        way,
+        batch,
+        length,
+        height,
+        width,
+        batch * weight_gradient(length, height, width),
+        batch * extra_cost(way, length, height, width),
+        stored_bytes(batch, height, width) if way is Way.KEEP else 0,
+    )
+
+
+def gram_or_tile(length: int, other: int, height: int, width: int) -> Way:
+    """Between the two ways of taking inner products of rows with so many addends each."""
+    if _forced:
+        return Way.GRAM if _forced[-1] is Way.GRAM else Way.TILE
+    gram = WIDE * 2.0 * length * other * (height + width)
+    return Way.GRAM if gram <= 2.0 * (length + other) / 2 * height * width else Way.TILE
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that is free on a device, as far as the system tells."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    found = [_meminfo(), _control_group()]
+    known = [n for n in found if n is not None]
+    return min(known) if known else 1 << 30
+
+
+def _meminfo() -> int | None:
+    try:
+        with open("/proc/meminfo") as lines:
+            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration, ValueError):
+        names = ("SC_AVPHYS_PAGES", "SC_PAGE_SIZE")
+        return os.sysconf(names[0]) * os.sysconf(names[1]) if all(n in os.sysconf_names for n in names) else None
+
+
+def _control_group() -> int | None:
+    """What a container's limit leaves."""
+    root = Path("/sys/fs/cgroup")
+    try:
+        return int((root / "memory.max").read_text()) - int((root / "memory.current").read_text())
+    except (OSError, ValueError):  # no limit is the word "max"
+        return None

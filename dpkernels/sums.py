@@ -1,0 +1,50 @@
+"""Weighted sums of rows: sum_i weights_i row_i.
+
+`exact_sum` is float64 throughout. `product_sum` is one product of matrices in the factors' own precision, as fast as
+the ordinary weight gradient; rows that are stored are added in float64 by the op `weighted_sum_`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dpkernels.factors import Matrix, at_least_float, chunks
+
+
+def product_sum(m: Matrix, weights: Tensor, out: Tensor | None = None) -> Tensor | None:
+    """The sum [height, width] of a matrix that is one Outer or one Rows; None for others.
+
+    The factor g is multiplied by the weight and rounded, so the summed row is not exactly the clipped row: see
+    `rounded` in `inner.squared_norms`. `out`: where to put it, if it has the right type.
+    """
+    if m.dense is not None or len(m.terms) != 1:
+        return None
+    if m.outer is not None:
+        a, g = at_least_float(m.outer.a), at_least_float(m.outer.g)
+        scaled = (g * weights.to(g.dtype)[:, None, None]).flatten(0, 1)
+        if out is not None and out.dtype == g.dtype:
+            return torch.mm(scaled.T, a.flatten(0, 1), out=out.view(m.height, m.width))
+        return scaled.T @ a.flatten(0, 1)
+    assert m.rows is not None
+    g = at_least_float(m.rows.g)
+    scaled = g * weights.to(g.dtype)[:, None, None]
+    return torch.ops.aten.embedding_dense_backward(scaled, m.rows.ids, m.height, -1, False)  # type: ignore[no-any-return]
+
+
+def exact_sum(m: Matrix, weights: Tensor) -> Tensor:
+    """sum_i weights_i row_i, [height, width]; weights and the sum in float64."""
+    total = torch.zeros((m.height, m.width), dtype=torch.float64, device=weights.device)
+    if m.outer is not None:
+        length = m.outer.g.shape[1]
+        for samples in chunks(m.batch, length * max(m.height, m.width)):
+            g = m.outer.g[samples].double() * weights[samples, None, None]
+            total.addmm_(g.flatten(0, 1).T, m.outer.a[samples].double().flatten(0, 1))
+    if m.dense is not None:
+        for samples in chunks(m.batch, m.height * m.width):
+            total += torch.einsum("b,bhw->hw", weights[samples], m.dense.values[samples].double())
+    if m.rows is not None:
+        for samples in chunks(m.batch, m.rows.g[0].numel() if m.batch else 1):
+            g = m.rows.g[samples].double() * weights[samples, None, None]
+            total.index_add_(0, m.rows.ids[samples].flatten(), g.flatten(0, 1))
+    return total
