@@ -5,16 +5,30 @@
 #include <new>
 #include <utility>
 
+#if defined(__unix__)
+#include <unistd.h>
+#endif
+
 #include "parallel.h"
 
 namespace dpk {
 namespace {
 
-constexpr int max_block = 32;
+constexpr int max_block = 32, uncached_block = 8;
 constexpr int64_t max_slots = 16, samples_per_slot = 64;
-constexpr int64_t long_row_bytes = int64_t{1} << 20;
+constexpr int64_t long_row_bytes = int64_t{1} << 17;
 constexpr int64_t grain_elements = 1 << 15;
 constexpr int64_t block_bytes = 1 << 16;
+
+// Most of each thread's own cache. Blocks do not change the result.
+int64_t cache_bytes() {
+#if defined(_SC_LEVEL2_CACHE_SIZE)
+  static const int64_t found = sysconf(_SC_LEVEL2_CACHE_SIZE);
+#else
+  static const int64_t found = 0;
+#endif
+  return std::clamp<int64_t>(found > 0 ? found : 1 << 20, 1 << 18, 1 << 22) * 5 / 8;
+}
 
 struct Tile {
   int column;
@@ -184,15 +198,22 @@ class BlockedSum {
     std::fill(next.products.begin(), next.products.end(), 0.0);
   }
 
-  // Samples in a block: a few rows are enough to save most reads and writes of the sum, and more than about four
-  // streams from memory at a time are slower (measured); short rows go in larger blocks.
-  int64_t block_capacity() const {
-    const int64_t few = has_before(p_.form) ? 2 : 3;
-    return std::clamp<int64_t>(block_bytes / row_bytes_, few, max_block);
+  // Samples in a block of short rows: a few are enough to save most reads and writes of the sum, and more than about
+  // four streams from memory at a time are slower (measured).
+  int64_t short_rows() const {
+    return std::clamp<int64_t>(block_bytes / row_bytes_, has_before(p_.form) ? 2 : 3, max_block);
+  }
+
+  // Of long rows, as many as fit the caches of all threads twice (these and the next) beside the sum. Where none does,
+  // enough to make the reads and writes of the sum rare.
+  int64_t long_rows() const {
+    const int64_t room = cache_bytes() * torch::stable::get_num_threads() - sum_size_ * int64_t{sizeof(double)};
+    const int64_t fit = room / (2 * row_bytes_);
+    return fit >= 1 ? std::min<int64_t>(fit, max_block) : uncached_block;
   }
 
   void sum_by_samples() {
-    const int64_t capacity = block_capacity();
+    const int64_t capacity = short_rows();
     parallel_for(0, slots_, 1, [&](int64_t begin, int64_t end) {
       Block block = make_block(capacity), next = make_block(capacity);
       double partial[max_products];
@@ -219,7 +240,7 @@ class BlockedSum {
   }
 
   void sum_by_columns() {
-    const int64_t capacity = block_capacity();
+    const int64_t capacity = long_rows();
     const int64_t mean_tile = width_ / tile_count() + 1;
     const int64_t grain = grain_elements / (mean_tile * capacity) + 1;
     Block block = make_block(capacity), next = make_block(capacity);

@@ -39,8 +39,6 @@ struct Row {
 struct RowKernels {
   using Gram = void (*)(const char* now, const char* before, int64_t n, double* products);
   // `fetch` points at columns of the rows that are read next: brought into cache while these rows are summed.
-  // These rows themselves are fetched a little ahead as data that nobody needs afterwards, so that on leaving the
-  // inner caches they do not push the sum and the next rows out of the last one.
   using Accumulate = void (*)(double* sum, int64_t n, const Row* rows, int row_count, const char* const* fetch,
                               int fetch_count);
   Gram gram[form_count][element_count];

@@ -81,10 +81,15 @@ inline void add_value(V& total, V a, V b, const double* c) {
   }
 }
 
+inline void fetch_to_use(const char* p, int64_t bytes) {
+  for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(p + at);
+}
+
 template <Form form, class E>
 void gram(const char* now, const char* before, int64_t n, double* products) {
   constexpr int m = products_of(form);
   constexpr int unroll = m == 1 ? 8 : 2;
+  constexpr int64_t ahead = 2048;  // two streams are fetched across the borders of pages, where the hardware stops
   Doubles sum[unroll][m] = {};
   const auto take = [&](int64_t i, Doubles* to) {
     const Doubles a = E::widen(now + i * E::bytes);
@@ -92,6 +97,10 @@ void gram(const char* now, const char* before, int64_t n, double* products) {
   };
   int64_t i = 0;
   for (; i + unroll * double_lanes <= n; i += unroll * double_lanes) {
+    if (has_before(form)) {
+      fetch_to_use(now + i * E::bytes + ahead, unroll * double_lanes * E::bytes);
+      fetch_to_use(before + i * E::bytes + ahead, unroll * double_lanes * E::bytes);
+    }
 #pragma GCC unroll 8
     for (int u = 0; u < unroll; ++u) take(i + u * double_lanes, sum[u]);
   }
@@ -109,14 +118,6 @@ void gram(const char* now, const char* before, int64_t n, double* products) {
   }
 }
 
-inline void fetch_to_use(const char* p, int64_t bytes) {
-  for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(p + at);
-}
-
-inline void fetch_to_drop(const char* p, int64_t bytes) {
-  for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(p + at, 0, 0);
-}
-
 template <Form form, class E>
 inline void add_row(Doubles& total, const Row& row, int64_t i) {
   const Doubles a = E::widen(row.now + i * E::bytes);
@@ -126,15 +127,13 @@ inline void add_row(Doubles& total, const Row& row, int64_t i) {
 template <Form form, class E>
 void accumulate(double* sum, int64_t n, const Row* rows, int row_count, const char* const* fetch, int fetch_count) {
   constexpr int unroll = 4;
-  constexpr int64_t step = unroll * double_lanes, distance = 512;
+  constexpr int64_t step = unroll * double_lanes;
   int64_t i = 0;
   for (; i + step <= n; i += step) {
     for (int k = 0; k < fetch_count; ++k) fetch_to_use(fetch[k] + i * E::bytes, step * E::bytes);
     Doubles total[unroll];
     for (int u = 0; u < unroll; ++u) total[u] = load<Doubles>(sum + i + u * double_lanes);
     for (int r = 0; r < row_count; ++r) {
-      fetch_to_drop(rows[r].now + i * E::bytes + distance, step * E::bytes);
-      if (has_before(form)) fetch_to_drop(rows[r].before + i * E::bytes + distance, step * E::bytes);
 #pragma GCC unroll 4
       for (int u = 0; u < unroll; ++u) add_row<form, E>(total[u], rows[r], i + u * double_lanes);
     }
