@@ -79,6 +79,13 @@ class Matrix:
 
 def merge(batch: int, height: int, width: int, terms: Sequence[Term]) -> Matrix:
     """The sum of the terms: Outers and Rows one after the other along T, Denses added."""
+    if len(terms) == 1:
+        (term,) = terms
+        if isinstance(term, Outer):
+            return Matrix(batch, height, width, outer=term)
+        if isinstance(term, Rows):
+            return Matrix(batch, height, width, rows=term)
+        return Matrix(batch, height, width, dense=term)
     outers = [t for t in terms if isinstance(t, Outer)]
     rows = [t for t in terms if isinstance(t, Rows)]
     denses = [t for t in terms if isinstance(t, Dense)]

@@ -1,4 +1,4 @@
-"""Rows that are formed and kept: each sample's own gradient of a weight, of a scale and shift."""
+"""Rows that are formed and kept: each sample's own gradient of a weight."""
 
 from __future__ import annotations
 
@@ -36,17 +36,3 @@ def conv_rows(
         return g.new_zeros(0, g.shape[1], x.shape[1] // groups, *kernel), g.new_zeros(0, dtype=torch.float64)
     form = torch.ops.dpkernels.conv_rows if x.dtype == torch.float32 else reference.conv_rows
     return form(x, g, kernel, stride, padding, dilation, groups)
-
-
-def layer_norm_rows(x: Tensor, g: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """Each sample's gradient of scale and shift, [B, d] from x and g [B, T, d]."""
-    x, g = at_least_float(x), at_least_float(g)
-    form = torch.ops.dpkernels.layer_norm_rows if x.dtype == g.dtype == torch.float32 else reference.layer_norm_rows
-    return form(x, g, epsilon)
-
-
-def group_norm_rows(x: Tensor, g: Tensor, groups: int, epsilon: float) -> tuple[Tensor, Tensor]:
-    """Each image's gradient of scale and shift, [N, C] from x and g [N, C, places]."""
-    x, g = at_least_float(x), at_least_float(g)
-    form = torch.ops.dpkernels.group_norm_rows if x.dtype == g.dtype == torch.float32 else reference.group_norm_rows
-    return form(x, g, groups, epsilon)

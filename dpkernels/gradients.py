@@ -60,9 +60,12 @@ def per_sample_gradients(
         shapes = {name: Shape(p.shape, p.dtype, p.device) for name, p in parameters.items()}
         return PerSample(0, shapes, {})
     plan = self_check.ensure(model, members, loss_fn, inputs, targets)
-    if max_bytes is None:
-        max_bytes = planner.free_bytes(next(iter(parameters.values())).device) // 4
-    return record(model, loss_fn, inputs, targets, batch, plan=plan, room=max_bytes, members=members)
+
+    def quarter() -> int:
+        return planner.free_bytes(next(iter(parameters.values())).device) // 4
+
+    room = quarter if max_bytes is None else max_bytes
+    return record(model, loss_fn, inputs, targets, batch, plan=plan, room=room, members=members)
 
 
 def _batch_of(inputs: Any, targets: Any) -> int:

@@ -44,62 +44,61 @@ def squared_norms(matrices: Sequence[Matrix], *, rounded: bool = False) -> tuple
     """
     if not matrices:
         return torch.zeros(0, 0), torch.zeros(0, 0)
-    found = _factor_squares(matrices)
-    results = [_squared_norm(m, squares, rounded) for m, squares in zip(matrices, found, strict=True)]
-    return torch.stack([s for s, _ in results], dim=1), torch.stack([u for _, u in results], dim=1)
+    stored = [i for i, m in enumerate(matrices) if m.outer is None and m.rows is None]
+    single = [i for i, m in enumerate(matrices) if m.outer is not None and m.length == 1 and len(m.terms) == 1]
+    columns = {i: pair for i, *pair in zip(stored, *_of_stored([matrices[i] for i in stored]), strict=True)}
+    columns |= {i: pair for i, *pair in zip(single, *_of_single([matrices[i] for i in single], rounded), strict=True)}
+    for i, m in enumerate(matrices):
+        if i not in columns:
+            columns[i] = list(_squared_norm(m, rounded))
+    squares, uppers = zip(*(columns[i] for i in range(len(matrices))), strict=True)
+    return torch.stack(squares, dim=1), torch.stack(uppers, dim=1)
+
+
+def _of_stored(matrices: list[Matrix]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """Rows that are there: all of them together."""
+    denses = [m.dense for m in matrices if m.dense is not None]
+    if not denses:
+        return (), ()
+    found = iter(_row_squares([d.values for d in denses if d.squares is None]))
+    squares = torch.stack([next(found) if d.squares is None else d.squares for d in denses], dim=1)
+    margins = [1 + (m.height * m.width + 64) * UNIT for m in matrices]
+    return squares.unbind(1), (squares * squares.new_tensor(margins) + TINY**2).unbind(1)
+
+
+def _of_single(matrices: list[Matrix], rounded: bool) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """Rows of one addend, |g a^T| = |g| |a|, where nothing can cancel: all of them together."""
+    outers = [m.outer for m in matrices if m.outer is not None]
+    if not outers:
+        return (), ()
+    found = _row_squares([t for outer in outers for t in (outer.a, outer.g)])
+    squares = torch.stack(found[::2], dim=1) * torch.stack(found[1::2], dim=1)
+    margins = [1 + (m.height + m.width + 64) * UNIT for m in matrices]
+    if rounded:
+        margins = [margin * (1 + 4.1 * _unit(m)) for margin, m in zip(margins, matrices, strict=True)]
+    return squares.unbind(1), (squares * squares.new_tensor(margins) + TINY**2).unbind(1)
+
+
+def _row_squares(tensors: list[Tensor]) -> tuple[Tensor, ...]:
+    return torch.ops.dpkernels.row_squares(tensors).unbind(1) if tensors else ()
 
 
 def sizes(m: Matrix) -> Tensor:
     """N_i, rounded up, in float64."""
-    return _size(m, _factor_squares([m])[0])
-
-
-def _factor_squares(matrices: Sequence[Matrix]) -> list[list[Tensor]]:
-    """The squares of all that each matrix holds, term after term: of lines a and g, or g, [B, T]; of rows [B]."""
-    by_count: dict[int, list[Tensor]] = {}  # what has equally many lines goes in one call
-    for m in matrices:
-        for t in m.terms:
-            if isinstance(t, Dense):
-                by_count.setdefault(m.batch, []).extend([t.values] if t.squares is None else [])
-            else:
-                lines = [t.a, t.g] if isinstance(t, Outer) else [t.g]
-                by_count.setdefault(m.batch * m.length_of(t), []).extend(x.flatten(0, 1) for x in lines)
-    columns = {
-        count: iter(torch.ops.dpkernels.row_squares(tensors).unbind(1))
-        for count, tensors in by_count.items()
-        if tensors
-    }
-    found = []
-    for m in matrices:
-        squares: list[Tensor] = []
-        for t in m.terms:
-            if isinstance(t, Dense):
-                squares.append(next(columns[m.batch]) if t.squares is None else t.squares)
-            else:
-                length = m.length_of(t)
-                lines_found = columns[m.batch * length]
-                squares += [next(lines_found).view(m.batch, length) for _ in range(2 if isinstance(t, Outer) else 1)]
-        found.append(squares)
-    return found
-
-
-def _size(m: Matrix, squares: list[Tensor]) -> Tensor:
-    size, rest = _zeros(m), iter(squares)
+    size = _zeros(m)
     for t in m.terms:
-        if isinstance(t, Outer):
-            size += (next(rest).sqrt() * next(rest).sqrt()).sum(1)
-        else:
-            size += next(rest).sqrt() if isinstance(t, Dense) else next(rest).sqrt().sum(1)
+        if isinstance(t, Dense):
+            size += _row_squares([t.values])[0].sqrt()
+            continue
+        lines = [x.flatten(0, 1) for x in ((t.a, t.g) if isinstance(t, Outer) else (t.g,))]
+        norms = [found.sqrt().view(m.batch, m.length_of(t)) for found in _row_squares(lines)]
+        size += (norms[0] * norms[1] if isinstance(t, Outer) else norms[0]).sum(1)
     return size * (1 + (m.height * m.width + m.length + 64) * UNIT) + TINY
 
 
-def _squared_norm(m: Matrix, squares: list[Tensor], rounded: bool) -> tuple[Tensor, Tensor]:
-    if m.outer is None and m.rows is None:
-        return squares[0], squares[0] * (1 + (m.height * m.width + 64) * UNIT) + TINY**2
-    size = _size(m, squares)
-    if m.dense is None and m.rows is None and m.length == 1:  # |g a^T| = |g| |a|: nothing to cancel
-        square, upper = (squares[0] * squares[1])[:, 0], size.square()
-    elif m.outer is None and m.dense is None and m.rows is not None and m.rows.g.dtype == torch.float32:
+def _squared_norm(m: Matrix, rounded: bool) -> tuple[Tensor, Tensor]:
+    size = sizes(m)
+    if m.outer is None and m.dense is None and m.rows is not None and m.rows.g.dtype == torch.float32:
         square = torch.ops.dpkernels.lookup_squares(m.rows.ids, m.rows.g)
         upper = _upper_of_formed(m, square, size)
     elif _by_terms(m, m):
@@ -107,13 +106,13 @@ def _squared_norm(m: Matrix, squares: list[Tensor], rounded: bool) -> tuple[Tens
     else:
         square, upper = _by_tiles(m, size)
     if rounded:
-        unit = FLOAT_UNIT if all(at_least_float(t).dtype == torch.float32 for t in _rounded_factors(m)) else UNIT
-        upper = (upper.sqrt() + 2 * unit * size).square()
+        upper = (upper.sqrt() + 2 * _unit(m) * size).square()
     return square, upper * (1 + 8 * UNIT)
 
 
-def _rounded_factors(m: Matrix) -> list[Tensor]:
-    return [t.g for t in m.terms if not isinstance(t, Dense)]
+def _unit(m: Matrix) -> float:
+    """Of the type that g is multiplied and rounded in."""
+    return max(UNIT if t.g.dtype == torch.float64 else FLOAT_UNIT for t in m.terms if not isinstance(t, Dense))
 
 
 def _by_gram(m: Matrix, size: Tensor) -> tuple[Tensor, Tensor]:
@@ -125,7 +124,7 @@ def _by_gram(m: Matrix, size: Tensor) -> tuple[Tensor, Tensor]:
 
 def _by_tiles(m: Matrix, size: Tensor) -> tuple[Tensor, Tensor]:
     single = m.outer is not None and m.dense is None and m.rows is None
-    if not single or any(t.dtype == torch.float64 for t in _rounded_factors(m)):
+    if not single or any(not isinstance(t, Dense) and t.g.dtype == torch.float64 for t in m.terms):
         square = _formed_squares(m)
         return square, _upper_of_formed(m, square, size)
     assert m.outer is not None

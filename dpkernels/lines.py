@@ -39,9 +39,17 @@ def writes(name: str) -> bool:
     return name.endswith("_") and name != "requires_grad_"
 
 
-def propagate(tape: Tape, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
-    """Mark the results of an op, and what it wrote into."""
-    operands = [t for t in flat_tensors((args, kwargs)) if tape.holds_samples(t)]
+def propagate(
+    tape: Tape,
+    func: Any,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    result: Any,
+    operands: list[Tensor] | None = None,
+) -> None:
+    """Mark the results of an op, and what it wrote into. `operands`, where known: those that hold samples."""
+    if operands is None:
+        operands = [t for t in flat_tensors((args, kwargs)) if tape.holds_samples(t)]
     name = getattr(func, "__name__", "")
     out = kwargs.get("out")
     if not operands:

@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
+
+_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
+
+
+def own_attributes(module: nn.Module) -> list[tuple[str, Any]]:
+    """The attributes that a module has beside its parameters, buffers, parts and hooks."""
+    return [(k, v) for k, v in vars(module).items() if k not in _OF_EVERY_MODULE]
 
 
 @dataclass(frozen=True)

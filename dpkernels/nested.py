@@ -18,15 +18,16 @@ def flat_tensors(x: Any) -> list[Tensor]:
     return found
 
 
-def _collect(x: Any, found: list[Tensor]) -> None:  # for every op of a model: kinds in the order of their frequency
+def _collect(x: Any, found: list[Tensor]) -> None:  # runs for every op of a model: the frequent kinds first
     if isinstance(x, Tensor):
         found.append(x)
-    elif type(x) not in _LEAVES:
-        if isinstance(x, list | tuple):
-            for item in x:
+    elif isinstance(x, list | tuple):
+        for item in x:
+            if type(item) not in _LEAVES:
                 _collect(item, found)
-        elif isinstance(x, Mapping):
-            for item in x.values():
+    elif isinstance(x, Mapping):
+        for item in x.values():
+            if type(item) not in _LEAVES:
                 _collect(item, found)
 
 

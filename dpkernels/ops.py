@@ -30,8 +30,10 @@ SCHEMAS = {
     "outer_squares": "(Tensor a, Tensor g) -> Tensor",
     "conv_rows": "(Tensor x, Tensor g, int[] kernel, int[] stride, int[] padding, int[] dilation, int groups)"
     " -> (Tensor, Tensor)",
-    "layer_norm_rows": "(Tensor x, Tensor g, float epsilon) -> (Tensor, Tensor)",
-    "group_norm_rows": "(Tensor x, Tensor g, int groups, float epsilon) -> (Tensor, Tensor)",
+    "layer_norm_rows": "(Tensor x, Tensor g, Tensor? w, float epsilon, bool input_gradient)"
+    " -> (Tensor, Tensor, Tensor)",
+    "group_norm_rows": "(Tensor x, Tensor g, Tensor? w, int groups, float epsilon, bool input_gradient)"
+    " -> (Tensor, Tensor, Tensor)",
     "row_squares": "(Tensor[] tensors) -> Tensor",
     "lookup_squares": "(Tensor ids, Tensor g) -> Tensor",
     "weighted_sum_": "(Tensor(a!)[] sums, bool[] filled, Tensor[] rows, int[] owner, Tensor weights, Tensor? stream,"

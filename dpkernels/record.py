@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from dpkernels.assemble import assemble
 from dpkernels.lines import propagate, writes
-from dpkernels.members import Members, members_of
+from dpkernels.members import Members, members_of, own_attributes
 from dpkernels.nested import flat_tensors, map_tensors
 from dpkernels.per_sample import PerSample
 from dpkernels.rules import RULES
@@ -81,16 +81,17 @@ def _run(tape: Tape, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> 
             )
     _refuse_writing(name, args, kwargs)
     refuse_mixing(func, args, kwargs)
+    operands = [t for t in tensors if tape.holds_samples(t)]
     if not torch.is_grad_enabled():
         result = func(*map_tensors(_detached, args), **map_tensors(_detached, kwargs))
-    elif not any(tape.holds_samples(t) for t in tensors):
+    elif not operands:
         copies = expanded(tape, func, args, kwargs)
         return _derive(tape, func, name, tensors, args, kwargs) if copies is None else copies
     else:
         tape.op = name
         rule = RULES.get(func)
         result = fallback(tape, func, args, kwargs) if rule is None else rule(tape, *args, **kwargs)
-    propagate(tape, func, args, kwargs, result)
+    propagate(tape, func, args, kwargs, result, operands)
     return result
 
 
@@ -171,7 +172,7 @@ def swapped(members: Members, replacements: Mapping[int, Tensor], undone: bool =
     undo: list[_Held] = []
     flat: list[tuple[Any, list[Any]]] = []
     modules = members.modules.values()
-    loose = [(module, {k: v for k, v in vars(module).items() if isinstance(v, Tensor)}) for module in modules]
+    loose = [(m, {k: v for k, v in own_attributes(m) if isinstance(v, Tensor)}) for m in modules]
     try:
         for module in modules:
             held: dict[str, Any]
@@ -192,9 +193,8 @@ def swapped(members: Members, replacements: Mapping[int, Tensor], undone: bool =
         for module, weights in flat:
             module.__dict__["_flat_weights"] = weights
         for module, tensors in loose:  # weight_norm by hooks leaves the weight it made on the module
-            for name in [
-                k for k, v in vars(module).items() if isinstance(v, Tensor) and (undone or type(v) is Tracked)
-            ]:
+            now = [k for k, v in own_attributes(module) if isinstance(v, Tensor) and (undone or type(v) is Tracked)]
+            for name in now:
                 vars(module).pop(name)
                 vars(module).update({name: tensors[name]} if name in tensors else {})
 
@@ -244,7 +244,7 @@ def record(
     buffers: Mapping[int, Tensor] | None = None,
     replaced: Mapping[Any, Callable[..., Any]] | None = None,
     inspect: Callable[[Tape], None] | None = None,
-    room: int = 0,
+    room: Callable[[], int] | int = 0,
     members: Members | None = None,
 ) -> PerSample:
     """Run forward and backward once; the rows are gradients of weights_i * loss_i (weights are 1 unless given).

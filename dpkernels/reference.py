@@ -121,16 +121,30 @@ def conv_rows(
     return rows, _squares([_flat(rows)])[:, 0]
 
 
-def layer_norm_rows(x: Tensor, g: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """Each sample's gradient of scale and shift, [B, d] from x and g [B, T, d]."""
+def layer_norm_rows(
+    x: Tensor, g: Tensor, w: Tensor | None, epsilon: float, input_gradient: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradient of x; each sample's gradient of scale and shift, [B, d] from x and g [B, T, d]."""
     normalised = torch.nn.functional.layer_norm(x, x.shape[2:], eps=epsilon)
-    return (g * normalised).sum(1), g.sum(1)
+    dx = _normalised_backward(x[..., None], (g if w is None else g * w)[..., None], normalised[..., None], epsilon)
+    return (dx[..., 0] if input_gradient else x.new_empty(0)), (g * normalised).sum(1), g.sum(1)
 
 
-def group_norm_rows(x: Tensor, g: Tensor, groups: int, epsilon: float) -> tuple[Tensor, Tensor]:
-    """Each sample's gradient of scale and shift, [N, C] from x and g [N, C, places]."""
+def group_norm_rows(
+    x: Tensor, g: Tensor, w: Tensor | None, groups: int, epsilon: float, input_gradient: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradient of x; each sample's gradient of scale and shift, [N, C] from x and g [N, C, places]."""
     normalised = torch.nn.functional.group_norm(x, groups, eps=epsilon)
-    return (g * normalised).sum(2), g.sum(2)
+    shape = (x.shape[0], groups, -1, x.shape[2])
+    weighted = g if w is None else g * w[:, None]
+    dx = _normalised_backward(x.reshape(shape), weighted.reshape(shape), normalised.reshape(shape), epsilon)
+    return (dx.reshape(x.shape) if input_gradient else x.new_empty(0)), (g * normalised).sum(2), g.sum(2)
+
+
+def _normalised_backward(x: Tensor, g: Tensor, normalised: Tensor, epsilon: float) -> Tensor:
+    """The gradient of x, normalised over its last two dimensions, from that of the result."""
+    inverse = (x.var((2, 3), correction=0, keepdim=True) + epsilon).rsqrt()
+    return inverse * (g - g.mean((2, 3), keepdim=True) - normalised * (g * normalised).mean((2, 3), keepdim=True))
 
 
 def row_squares(tensors: Sequence[Tensor]) -> Tensor:

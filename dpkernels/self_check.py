@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpkernels import factors
-from dpkernels.members import Members, members_of
+from dpkernels.members import Members, members_of, own_attributes
 from dpkernels.nested import flat_tensors, map_tensors
 from dpkernels.per_sample import PerSample
 from dpkernels.record import (
@@ -365,7 +365,7 @@ _SWITCHES = (bool, str, Enum, partial, types.FunctionType, types.MethodType, typ
 
 
 def _switches(module: nn.Module, seen: tuple[int, ...]) -> tuple[Any, ...]:
-    named = tuple((k, _identity(v, seen)) for k, v in vars(module).items() if isinstance(v, _SWITCHES))
+    named = tuple((k, _identity(v, seen)) for k, v in own_attributes(module) if isinstance(v, _SWITCHES))
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     return named, tuple(_identity(hook, seen) for hook in hooks)
 

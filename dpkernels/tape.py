@@ -15,14 +15,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from dpkernels import planner
-from dpkernels.factors import Dense, Outer, Term
+from dpkernels.factors import Dense, Outer, Rows, Term
 from dpkernels.forming import outer_rows
 from dpkernels.nested import flat_tensors
 
@@ -116,9 +116,11 @@ class Tracked(Tensor):
 class Tape:
     """One recording: of a forward and its backward, over `batch` samples."""
 
-    def __init__(self, batch: int, run: Callable[..., Any], plan: Plan | None = None, room: int = 0) -> None:
+    def __init__(
+        self, batch: int, run: Callable[..., Any], plan: Plan | None = None, room: Callable[[], int] | int = 0
+    ) -> None:
         self.batch = batch
-        self.room = room  # bytes that rows may take
+        self._room = room  # bytes that rows may take; found when first asked for
         self.choices: list[planner.Choice] = []
         self.plan = plan  # proven in an earlier run; None to go by shapes alone
         self.seen: Plan = {}
@@ -148,8 +150,14 @@ class Tape:
 
     def add(self, parameter: Tracked, term: Term) -> None:
         """A term of the parameter's rows."""
-        own = {f.name: self._own(t) for f in fields(term) if (t := getattr(term, f.name)) is not None}
-        self.terms.setdefault(id(parameter), []).append(replace(term, **own))  # type: ignore[arg-type]
+        own: Term
+        if isinstance(term, Dense):
+            own = Dense(self._own(term.values), term.squares)
+        elif isinstance(term, Outer):
+            own = Outer(self._own(term.a), self._own(term.g))
+        else:
+            own = Rows(self._own(term.ids), self._own(term.g))
+        self.terms.setdefault(id(parameter), []).append(own)
         self.ops.setdefault(id(parameter), set()).add(self.op)
 
     def _own(self, t: Tensor) -> Tensor:
@@ -166,9 +174,12 @@ class Tape:
     def add_outer(self, parameter: Tracked, a: Tensor, g: Tensor) -> None:
         """The term sum_t g_t a_t^T, from a [B, T, width] and g [B, T, height]: as factors, or formed."""
         length, height, width = a.shape[1], g.shape[2], a.shape[2]
-        way = planner.choose(self.batch, length, height, width, self.room)
-        stored = planner.stored_bytes(self.batch, height, width) if way is planner.Way.KEEP else 0
-        self.room -= stored
+        if length > 1 and not isinstance(self._room, int):
+            self._room = self._room()
+        room = self._room if isinstance(self._room, int) else 0
+        way = planner.choose(self.batch, length, height, width, room)
+        if way is planner.Way.KEEP:
+            self._room = room - planner.stored_bytes(self.batch, height, width)
         self.choices.append(planner.choice(parameter._label, self.op, way, self.batch, length, height, width))
         if way is not planner.Way.KEEP:
             self.add(parameter, Outer(a, g))
@@ -335,6 +346,19 @@ class Tape:
             return tuple(t.view(s) for t, s in zip(tapped, shapes, strict=True))
         return _Tap.apply(self.anchor, self, write, kind, len(outputs), *outputs, *saved)  # type: ignore[no-any-return]
 
+    def replace(
+        self,
+        output: Tensor,
+        input: Tensor,
+        backward: Callable[[Tensor, Tensor, bool, bool], Tensor | None],
+    ) -> Tensor:
+        """The output of an op on `input`, computed without autograd, whose backward is ours.
+
+        `backward(input, gradient, write, needed)` writes the terms, if `write`, and returns the gradient of the input,
+        if `needed`.
+        """
+        return _Replaced.apply(self.anchor, self, backward, output, input)  # type: ignore[no-any-return]
+
 
 def _is_whole_view(t: Tensor) -> bool:
     """Whether a tensor is all of another one in another shape, as the output of a linear layer of sequences is."""
@@ -360,18 +384,43 @@ class _Tap(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        if not ctx.tape.in_backward:
-            if torch.is_grad_enabled():
-                raise RecordingError(
-                    "the model differentiates within its forward (create_graph=True): gradients of gradients "
-                    "are not recorded"
-                )
-        elif any(g is not None for g in gradients):
+        _refuse_second_derivative(ctx.tape)
+        if ctx.tape.in_backward and any(g is not None for g in gradients):
             saved = ctx.saved_tensors  # a checkpoint recomputes here, recorded
             with torch._C.DisableTorchFunction(), torch.no_grad(), no_autocast():
                 ctx.tape.op = ctx.op
                 ctx.write(saved, gradients)
         return (None, None, None, None, None, *gradients, *(None for _ in range(ctx.saved_count)))
+
+
+class _Replaced(torch.autograd.Function):
+    """An op whose backward is the library's own."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: Tensor, tape: Tape, write: Callable[..., Any], output: Tensor, input: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(input)
+        ctx.tape, ctx.write, ctx.op = tape, write, tape.op
+        ctx.mark_dirty(output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        tape: Tape = ctx.tape
+        _refuse_second_derivative(tape)
+        (input,) = ctx.saved_tensors  # a checkpoint recomputes here, recorded
+        with torch._C.DisableTorchFunction(), torch.no_grad(), no_autocast():
+            tape.op = ctx.op
+            found = ctx.write(input, gradients[0], tape.in_backward, ctx.needs_input_grad[4])
+        return None, None, None, None, found
+
+
+def _refuse_second_derivative(tape: Tape) -> None:
+    if not tape.in_backward and torch.is_grad_enabled():
+        raise RecordingError(
+            "the model differentiates within its forward (create_graph=True): gradients of gradients are not recorded"
+        )
 
 
 @contextlib.contextmanager

@@ -9,11 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dpkernels.factors import at_least_float
-from dpkernels.forming import group_norm_rows, layer_norm_rows
 from dpkernels.rules.fallback import fallback
 from dpkernels.rules.registry import named, plain, reduced, reduced_to_channels, rule, tracked
-from dpkernels.tape import RecordingError, Tape, Tracked
+from dpkernels.tape import Layout, RecordingError, Tape, Tracked
 
 
 @rule(F.layer_norm, torch.layer_norm)
@@ -31,8 +29,9 @@ def layer_norm(
     def normalise(x: Tensor, w: Any = None, b: Any = None) -> Tensor:
         return F.layer_norm(x, tuple(normalized_shape), w, b, eps)
 
-    def rows(x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-        return layer_norm_rows(x.flatten(2), g.flatten(2), eps)
+    def rows(x: Tensor, g: Tensor, w: Tensor, needed: bool) -> tuple[Tensor, Tensor, Tensor]:
+        lines = (tape.batch, -1, w.numel())
+        return torch.ops.dpkernels.layer_norm_rows(x.reshape(lines), g.reshape(lines), w, eps, needed)  # type: ignore[no-any-return]
 
     return _over_last(tape, "layer_norm", normalise, input, len(normalized_shape), weight, bias, rows)
 
@@ -46,10 +45,7 @@ def rms_norm(
     def normalise(x: Tensor, w: Any = None, b: Any = None) -> Tensor:
         return F.rms_norm(x, tuple(normalized_shape), w, eps)
 
-    def rows(x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-        return (at_least_float(g) * normalise(at_least_float(x))).sum(1), g.sum(1)
-
-    return _over_last(tape, "rms_norm", normalise, input, len(normalized_shape), weight, None, rows)
+    return _over_last(tape, "rms_norm", normalise, input, len(normalized_shape), weight, None)
 
 
 @rule(F.group_norm, torch.group_norm)
@@ -67,8 +63,8 @@ def group_norm(
     def normalise(x: Tensor, w: Any = None, b: Any = None) -> Tensor:
         return F.group_norm(x, num_groups, w, b, eps)
 
-    def rows(x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-        return group_norm_rows(x.flatten(2), g.flatten(2), num_groups, eps)
+    def rows(x: Tensor, g: Tensor, w: Tensor, needed: bool) -> tuple[Tensor, Tensor, Tensor]:
+        return torch.ops.dpkernels.group_norm_rows(x.flatten(2), g.flatten(2), w, num_groups, eps, needed)  # type: ignore[no-any-return]
 
     return _over_channels(tape, "group_norm", normalise, input, weight, bias, rows)
 
@@ -129,25 +125,32 @@ def refuse_mixing(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Non
             )
 
 
-Rows = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # of scale and shift, from input and output gradient
+# (the input's gradient if it is needed, rows of scale, rows of shift) from (input, output gradient, scale, needed)
+Rows = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor, Tensor]]
 
 
 def _over_last(
-    tape: Tape, name: str, normalise: Callable[..., Tensor], input: Any, event: int, weight: Any, bias: Any, rows: Rows
+    tape: Tape,
+    name: str,
+    normalise: Callable[..., Tensor],
+    input: Any,
+    event: int,
+    weight: Any,
+    bias: Any,
+    rows: Rows | None = None,
 ) -> Any:
     if tracked(input):
         return fallback(tape, normalise, (input, weight, bias), {})
     layout = tape.layout(input, input.dim() - event, named(name, weight, bias))
+    if rows is not None and isinstance(weight, Tracked) and _in_order(layout, input, weight):
+        return _replaced(tape, normalise, rows, input, weight, bias, lambda t: t)
 
     def write(saved: tuple[Tensor, ...], gradients: tuple[Tensor | None, ...]) -> None:
         (g,) = gradients
         assert g is not None
         if isinstance(weight, Tracked):
-            scale, shift = rows(tape.by_sample(saved[0], layout, event), tape.by_sample(g, layout, event))
-            tape.add_dense(weight, scale)
-            if isinstance(bias, Tracked):
-                tape.add_dense(bias, shift)
-        elif isinstance(bias, Tracked):
+            tape.add_dense(weight, reduced(tape, g * normalise(saved[0]), layout, event))
+        if isinstance(bias, Tracked):
             tape.add_dense(bias, reduced(tape, g, layout, event))
 
     output = normalise(input, plain(weight), plain(bias))
@@ -166,16 +169,12 @@ def _over_channels(
     if tracked(input) or input.dim() < 2:
         return fallback(tape, normalise, (input, weight, bias), {})
     layout = tape.layout(input, 1, named(name, weight, bias))
+    if rows is not None and isinstance(weight, Tracked) and _in_order(layout, input, weight):
+        return _replaced(tape, normalise, rows, input, weight, bias, lambda t: reduced(tape, t, layout, 1))
 
     def write(saved: tuple[Tensor, ...], gradients: tuple[Tensor | None, ...]) -> None:
         (g,) = gradients
         assert g is not None
-        if isinstance(weight, Tracked) and rows is not None:
-            scale, shift = rows(saved[0], g)
-            tape.add_dense(weight, reduced(tape, scale, layout, 1))
-            if isinstance(bias, Tracked):
-                tape.add_dense(bias, reduced(tape, shift, layout, 1))
-            return
         if isinstance(weight, Tracked):
             tape.add_dense(weight, reduced_to_channels(tape, g * normalise(saved[0]), layout))
         if isinstance(bias, Tracked):
@@ -183,3 +182,32 @@ def _over_channels(
 
     output = normalise(input, plain(weight), plain(bias))
     return tape.tap((output,), (input,) if tracked(weight) else (), write)[0]
+
+
+def _in_order(layout: Layout, input: Tensor, weight: Tracked) -> bool:
+    """Whether the fused backward serves: float32, and samples one after the other in dim 0."""
+    return layout.in_dim_0 and layout.lines is None and input.dtype == weight._value.dtype == torch.float32
+
+
+def _replaced(
+    tape: Tape,
+    normalise: Callable[..., Tensor],
+    rows: Rows,
+    input: Tensor,
+    weight: Tracked,
+    bias: Any,
+    by_sample: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """The layer with a backward that gives rows and the input's gradient in one pass."""
+
+    def backward(x: Tensor, g: Tensor, write: bool, needed: bool) -> Tensor | None:
+        dx, scale, shift = rows(x, g, plain(weight).contiguous(), needed)
+        if write:
+            tape.add_dense(weight, by_sample(scale))
+            if isinstance(bias, Tracked):
+                tape.add_dense(bias, by_sample(shift))
+        return dx.view(x.shape) if needed else None
+
+    with torch.no_grad():
+        output = normalise(input, plain(weight), plain(bias))
+    return tape.replace(output, input, backward)

@@ -43,7 +43,8 @@ def named(op: str, *xs: Any) -> str:
 
 def reduced(tape: Tape, gradient: Tensor, layout: Any, event: int) -> Tensor:
     """A gradient summed over all but the sample and its last `event` dimensions, at least in float32."""
-    return at_least_float(tape.by_sample(gradient, layout, event)).sum(1)
+    lines = at_least_float(tape.by_sample(gradient, layout, event))
+    return lines[:, 0] if lines.shape[1] == 1 else lines.sum(1)
 
 
 def reduced_to_channels(tape: Tape, gradient: Tensor, layout: Any) -> Tensor:
