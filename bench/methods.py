@@ -1,0 +1,126 @@
+"""One training step by each method, ours and its peers: each gives a function that takes a step."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+
+import torch
+from torch.func import functional_call, grad, vmap
+
+from bench.models import Task
+from dpkernels.algorithms import DPSGD
+
+CLIP, NOISE, RATE = 1.0, 1.0, 0.01
+Step = Callable[[], object]
+
+
+def plain(task: Task) -> Step:
+    """Ordinary SGD on the mean loss: the limit."""
+    model = copy.deepcopy(task.model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        task.loss_fn(model(task.inputs), task.targets).mean().backward()
+        optimizer.step()
+
+    return step
+
+
+def ours(task: Task) -> Step:
+    model = copy.deepcopy(task.model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    batch = len(task.inputs)
+    training = DPSGD(
+        model, task.loss_fn, optimizer=optimizer, max_norm=CLIP, noise_multiplier=NOISE, expected_batch_size=batch
+    )
+    return lambda: training.step(task.inputs, task.targets)
+
+
+def opacus_hooks(task: Task) -> Step:
+    warnings.filterwarnings("ignore", message="Full backward hook is firing")
+    from opacus import GradSampleModule
+    from opacus.optimizers import DPOptimizer
+
+    model = GradSampleModule(copy.deepcopy(task.model), loss_reduction="sum")
+    optimizer = DPOptimizer(
+        torch.optim.SGD(model.parameters(), lr=RATE),
+        noise_multiplier=NOISE,
+        max_grad_norm=CLIP,
+        expected_batch_size=len(task.inputs),
+        loss_reduction="mean",
+    )
+
+    def step() -> None:
+        optimizer.zero_grad()
+        task.loss_fn(model(task.inputs), task.targets).sum().backward()
+        optimizer.step()
+
+    return step
+
+
+def opacus_ghost(task: Task) -> Step:
+    warnings.filterwarnings("ignore", message="Full backward hook is firing")
+    from opacus.grad_sample import GradSampleModuleFastGradientClipping
+    from opacus.optimizers import DPOptimizerFastGradientClipping
+    from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClipping
+
+    model = GradSampleModuleFastGradientClipping(
+        copy.deepcopy(task.model), max_grad_norm=CLIP, use_ghost_clipping=True, loss_reduction="mean"
+    )
+    optimizer = DPOptimizerFastGradientClipping(
+        torch.optim.SGD(model.parameters(), lr=RATE),
+        noise_multiplier=NOISE,
+        max_grad_norm=CLIP,
+        expected_batch_size=len(task.inputs),
+        loss_reduction="mean",
+    )
+
+    def step() -> None:
+        optimizer.zero_grad()
+        losses = task.loss_fn(model(task.inputs), task.targets)
+        DPTensorFastGradientClipping(model, optimizer, losses, "mean").backward()
+        optimizer.step()
+
+    return step
+
+
+def by_vmap(task: Task) -> Step:
+    """Per-sample gradients by torch.func, clipped and summed in plain torch."""
+    model = copy.deepcopy(task.model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    batch = len(task.inputs)
+
+    def step() -> None:
+        total = vmap_sum(model, task, slice(None))
+        for name, p in model.named_parameters():
+            p.grad = (total[name] + NOISE * CLIP * torch.randn_like(p)) / batch
+        optimizer.step()
+
+    return step
+
+
+def vmap_sum(model: torch.nn.Module, task: Task, samples: slice) -> dict[str, torch.Tensor]:
+    """The clipped sum over some samples, without noise."""
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+
+    def loss(values: dict[str, torch.Tensor], x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return task.loss_fn(functional_call(model, values, (x.unsqueeze(0),)), y.unsqueeze(0)).sum()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of ops that vmap runs one by one
+        rows = vmap(grad(loss), in_dims=(None, 0, 0))(parameters, task.inputs[samples], task.targets[samples])
+    norms = torch.stack([row.flatten(1).norm(dim=1) for row in rows.values()], dim=1).norm(dim=1)
+    weights = (CLIP / norms.clamp(min=1e-30)).clamp(max=1.0)
+    return {name: torch.einsum("b,b...->...", weights, row) for name, row in rows.items()}
+
+
+METHODS: dict[str, Callable[[Task], Step]] = {
+    "SGD": plain,
+    "dpkernels": ours,
+    "Opacus hooks": opacus_hooks,
+    "Opacus ghost": opacus_ghost,
+    "vmap": by_vmap,
+}
