@@ -29,6 +29,7 @@ class DPSGD:
             no amplification. It is your claim: nothing here sees the sampling.
         clip: a rule instead of `Flat(max_norm)`; its rows must not be longer than `max_norm`.
         micro_batch_size: the most samples to run at a time; a larger batch goes in parts, with noise once.
+        max_bytes: memory that rows of linear layers may take, see `dpk.per_sample_gradients`.
         seed: makes the noise reproducible, and nothing private from whoever knows it.
 
     Formal guarantee: the weights after any number of steps are (epsilon(delta), delta)-DP under add-remove adjacency,
@@ -49,6 +50,7 @@ class DPSGD:
         sampling_rate: float = 1.0,
         clip: dpk.clipping.Rule | None = None,
         micro_batch_size: int | None = None,
+        max_bytes: int | None = None,
         seed: int | None = None,
     ) -> None:
         bound = checks.number("max_norm", max_norm, low=0, finite=False)
@@ -74,6 +76,7 @@ class DPSGD:
         self._clip = rule
         self._expected_batch_size = float(expected_batch_size)
         self._micro_batch_size = micro_batch_size
+        self._max_bytes = max_bytes
         self._written: dict[str, tuple[Tensor, int]] = {}  # gradients of ours, and their versions
         self._refuse_other_gradients()
 
@@ -83,15 +86,18 @@ class DPSGD:
         *first, last = self._micro_batches(inputs, targets)
         onto: dict[str, Tensor] | None = None
         for x, y in first:
-            rows = dpk.per_sample_gradients(self.model, self.loss_fn, x, y)
+            rows = self._gradients(x, y)
             onto = rows.clip_sum(self._clip, onto=onto, dtype=torch.float64).sum
-        rows = dpk.per_sample_gradients(self.model, self.loss_fn, *last)
+        rows = self._gradients(*last)
         own = {name: grad for name, (grad, _) in self._written.items()}  # written again, in place
         private = rows.clip_sum(self._clip, self.noise, onto=onto, scale=1 / self._expected_batch_size, out=own).sum
         for name, p in parameters.items():
             p.grad = private[name].to(p.dtype)
             self._written[name] = (p.grad, p.grad._version)
         self.optimizer.step()
+
+    def _gradients(self, inputs: Any, targets: Any) -> dpk.PerSample:
+        return dpk.per_sample_gradients(self.model, self.loss_fn, inputs, targets, max_bytes=self._max_bytes)
 
     def epsilon(self, delta: float) -> float:
         """The epsilon at `delta` of all steps so far."""

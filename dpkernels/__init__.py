@@ -21,6 +21,7 @@ from dpkernels.dense import (
     clip_sum,
     sparsify,
 )
+from dpkernels.explain import explain
 from dpkernels.gradients import per_sample_gradients
 from dpkernels.noise import Gaussian
 from dpkernels.per_sample import PerSample
@@ -39,6 +40,7 @@ __all__ = [
     "clip_momentum_sum",
     "clip_sum",
     "clipping",
+    "explain",
     "per_sample_gradients",
     "sparsify",
 ]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from dpkernels import planner, self_check
-from dpkernels.members import members_of
+from dpkernels.members import Members, members_of
 from dpkernels.nested import flat_tensors
 from dpkernels.per_sample import PerSample, Shape
 from dpkernels.record import LossFunction, record
@@ -44,10 +45,9 @@ def per_sample_gradients(
         raise ValueError(f"model: got a {type(model).__name__}, must be a torch.nn.Module")
     if not callable(loss_fn):
         raise ValueError(f"loss_fn: got {loss_fn!r}, must be callable as loss_fn(outputs, targets)")
-    if max_bytes is not None and (isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 0):
-        raise ValueError(f"max_bytes: got {max_bytes!r}, must be a whole number >= 0 or None")
-    batch = _batch_of(inputs, targets)
+    batch = batch_of(inputs, targets)
     members = members_of(model)
+    room = room_for(members, max_bytes)
     parameters = members.trainable
     if not parameters:
         raise ValueError("model: has no parameter that requires grad, must have at least one")
@@ -60,15 +60,10 @@ def per_sample_gradients(
         shapes = {name: Shape(p.shape, p.dtype, p.device) for name, p in parameters.items()}
         return PerSample(0, shapes, {})
     plan = self_check.ensure(model, members, loss_fn, inputs, targets)
-
-    def quarter() -> int:
-        return planner.free_bytes(next(iter(parameters.values())).device) // 4
-
-    room = quarter if max_bytes is None else max_bytes
     return record(model, loss_fn, inputs, targets, batch, plan=plan, room=room, members=members)
 
 
-def _batch_of(inputs: Any, targets: Any) -> int:
+def batch_of(inputs: Any, targets: Any) -> int:
     """B, if every tensor has it as dim 0."""
     if not isinstance(inputs, Tensor | list | tuple | Mapping):
         raise ValueError(f"inputs: got a {type(inputs).__name__}, must be a tensor, a tuple or a dict of tensors")
@@ -83,3 +78,13 @@ def _batch_of(inputs: Any, targets: Any) -> int:
                     f"{name}: a tensor has shape {tuple(t.shape)}, must have {batch} samples in dim 0 as inputs do"
                 )
     return batch
+
+
+def room_for(members: Members, max_bytes: int | None) -> Callable[[], int] | int:
+    """Bytes that rows may take: as given, or a quarter of what is free when it is asked for."""
+    if max_bytes is None:
+        device = next((p.device for p in members.parameters.values()), torch.device("cpu"))
+        return lambda: planner.free_bytes(device) // 4
+    if isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 0:
+        raise ValueError(f"max_bytes: got {max_bytes!r}, must be a whole number >= 0 or None")
+    return max_bytes

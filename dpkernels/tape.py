@@ -180,7 +180,7 @@ class Tape:
         way = planner.choose(self.batch, length, height, width, room)
         if way is planner.Way.KEEP:
             self._room = room - planner.stored_bytes(self.batch, height, width)
-        self.choices.append(planner.choice(parameter._label, self.op, way, self.batch, length, height, width))
+        self.note(parameter, way, length, height, width)
         if way is not planner.Way.KEEP:
             self.add(parameter, Outer(a, g))
         elif parameter._value.dim() == 2 and parameter._value.stride(0) < parameter._value.stride(1):
@@ -188,6 +188,10 @@ class Tape:
             self.add(parameter, Dense(turned.values.transpose(1, 2), turned.squares))
         else:
             self.add(parameter, outer_rows(a, g))
+
+    def note(self, parameter: Tracked, way: planner.Way, length: int, height: int, width: int) -> None:
+        """What is done with the rows of one use of a parameter, for `explain`."""
+        self.choices.append(planner.choice(parameter._label, self.op, way, self.batch, length, height, width))
 
     def add_aligned(self, parameter: Tracked, gradient: Tensor) -> None:
         """The gradient of a derived parameter of which sample i uses line i alone."""

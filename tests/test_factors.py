@@ -156,6 +156,27 @@ def test_rows_that_cancel_inside_keep_their_bound(tiny, length, dtype):
     )
 
 
+@pytest.mark.parametrize("way", [planner.Way.GRAM, planner.Way.TILE])
+@pytest.mark.parametrize("tiny", [0.0, 1e-5, 1e-2, 1.0])
+@pytest.mark.parametrize("length", [1, 2, 64, 600])
+def test_rounded_factors_keep_the_bound(length, tiny, way):
+    """c g is rounded to float32 before the sum: what is summed is another row, and it obeys the bound too."""
+    generator = torch.Generator().manual_seed(3)
+    a, g = torch.randn(5, length, 40, generator=generator), torch.randn(5, length, 30, generator=generator)
+    half = length // 2
+    a[:, half : 2 * half] = a[:, :half] + tiny * a[:, half : 2 * half]
+    g[:, half : 2 * half] = -g[:, :half]
+    m = Matrix(5, 30, 40, outer=Outer(a, g))
+    with planner.forced(way):
+        upper = squared_norms(m, rounded=True)[1].sqrt()
+    for bound in (1e-3, 0.37, 1.0):
+        weights = torch.where(upper > bound, bound / upper, 1.0)
+        rounded = (g * weights.float()[:, None, None]).double()
+        norms = torch.einsum("btd,btp->bdp", rounded, a.double()).flatten(1).norm(dim=1)
+        slack = length * 2.0**-50 * bound * (a.double().norm(dim=2) * g.double().norm(dim=2)).sum(1) / upper
+        assert (norms <= bound + slack).all()
+
+
 def test_dropped_samples_do_not_spread_their_nans():
     m = matrix(KINDS, 3, 4, 5, 2)
     m.outer.a[1], m.outer.g[1, 0, 0], m.rows.g[1], m.dense.values[1] = torch.inf, torch.nan, torch.nan, torch.inf

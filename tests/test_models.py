@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import dpkernels as dpk
-from dpkernels import factors
+from dpkernels import factors, planner
 from tests import models, truth
 
 
@@ -12,6 +12,14 @@ from tests import models, truth
 def test_equals_the_loop_over_samples(name):
     torch.manual_seed(0)
     truth.check(*models.ZOO[name]())
+
+
+@pytest.mark.parametrize("way", planner.Way)
+@pytest.mark.parametrize("name", models.ZOO)
+def test_every_way_of_the_planner(name, way):
+    torch.manual_seed(0)
+    with planner.forced(way):
+        truth.check(*models.ZOO[name]())
 
 
 @pytest.mark.parametrize("name", ["gpt", "vit", "three_uses", "overlapping_views", "weight_norm", "lora_merged"])

@@ -9,6 +9,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
+from dpkernels import planner
 from dpkernels.forming import conv_rows
 from dpkernels.rules.fallback import fallback
 from dpkernels.rules.registry import named, plain, reduced, reduced_to_channels, rule, tracked
@@ -41,6 +42,7 @@ def _conv(
             rows, squares = conv_rows(
                 saved[0].to(g.dtype), g, shape, _each(stride, dims), before, _each(dilation, dims), groups
             )
+            tape.note(weight, planner.Way.KEEP, g.shape[2:].numel(), len(weight._value), weight._value[0].numel())
             if layout.dim == 0 and layout.rows == 1 and layout.lines is None:
                 tape.add_dense(weight, rows, squares)
             else:

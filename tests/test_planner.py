@@ -1,0 +1,70 @@
+"""Which way the rows of a layer go, and what `explain` says about it."""
+
+import pytest
+import torch
+from torch import nn
+
+import dpkernels as dpk
+from dpkernels import planner
+from dpkernels.planner import Way
+from tests import models, truth
+
+
+def test_the_cheapest_way_that_fits():
+    plenty = 1 << 40
+    assert planner.choose(8, 1, 1000, 1000, plenty) is Way.GRAM  # one addend: |a| |g|
+    assert planner.choose(8, 8, 1000, 1000, plenty) is Way.GRAM
+    assert planner.choose(8, 512, 256, 1024, plenty) is Way.KEEP
+    assert planner.choose(8, 512, 256, 1024, 4 * 8 * 256 * 1024 - 1) is Way.TILE  # a byte short
+    assert planner.choose(8, 16, 1000, 1000, 0) is Way.GRAM
+
+
+@pytest.mark.parametrize("way", Way)
+def test_a_forced_way(way):
+    with planner.forced(way):
+        assert planner.choose(8, 1, 10, 10, 0) is way
+    assert planner.choose(8, 1, 10, 10, 0) is Way.GRAM
+
+
+def test_the_budget_is_kept_layer_after_layer():
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    inputs = torch.randn(2, 200, 64)
+    rows = 4 * 2 * 64 * 64
+    for budget, ways in ((2 * rows, {Way.KEEP}), (rows, {Way.KEEP, Way.TILE}), (0, {Way.TILE})):
+        choices = dpk.explain(model, inputs, max_bytes=budget)
+        assert {c.way for c in choices} == ways
+        assert sum(c.stored_bytes for c in choices) <= budget
+
+
+@pytest.mark.parametrize("name", ["cnn", "gpt", "resnet20", "hugging_face_gpt2", "lstm"])
+def test_explain_names_every_layer(name, capsys):
+    model, _, inputs, _ = models.ZOO[name]()
+    choices = dpk.explain(model, inputs)
+    printed = capsys.readouterr().out
+    assert choices
+    assert all(c.parameter in printed for c in choices)
+    assert "in all: weight gradients" in printed
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_bad_budgets():
+    model = nn.Linear(2, 1)
+    for bad in (-1, 1.5, True, "1"):
+        with pytest.raises(ValueError, match=r"max_bytes: got .*must be a whole number >= 0 or None"):
+            dpk.per_sample_gradients(model, lambda y, t: y[:, 0], torch.randn(3, 2), torch.zeros(3), max_bytes=bad)
+    with pytest.raises(ValueError, match="model: got a int"):
+        dpk.explain(3, torch.randn(2, 2))
+    with pytest.raises(ValueError, match="model: returned no tensor"):
+        dpk.explain(models.Function(lambda m, x: x.argmax(1), w=torch.ones(2)), torch.randn(3, 2))
+
+
+def test_free_memory_is_known():
+    assert planner.free_bytes(torch.device("cpu")) > 0
+
+
+@pytest.mark.parametrize("way", Way)
+def test_kept_rows_of_a_transposed_weight(way):
+    """A weight used as x @ w: rows are formed in the order of its memory."""
+    model = models.Function(lambda m, x: (x @ m.w).relu() @ m.v.t(), w=torch.randn(5, 4), v=torch.randn(3, 4))
+    with planner.forced(way):
+        truth.check(model, lambda y, t: y.square().sum((1, 2)), torch.randn(4, 6, 5), torch.zeros(4))

@@ -1,0 +1,128 @@
+"""outer_rows, outer_squares and conv_rows against float64, on every instruction set."""
+
+import pytest
+import torch
+
+from dpkernels import reference
+
+OPS = torch.ops.dpkernels
+OUTER = [(3, 7, 5, 3), (2, 300, 50, 33), (5, 1, 16, 8), (1, 9, 1, 1), (2, 513, 97, 9), (4, 3, 48, 64), (0, 3, 4, 5)]
+# channels, outputs, groups, sizes, kernel, stride, padding, dilation
+CONVOLUTIONS = {
+    "plain": (3, 5, 1, (9, 8), (3, 3), (1, 1), (1, 1), (1, 1)),
+    "wide": (16, 24, 1, (7, 7), (3, 3), (1, 1), (1, 1), (1, 1)),
+    "strided": (4, 9, 1, (11, 10), (4, 3), (3, 2), (0, 1), (1, 1)),
+    "dilated": (2, 8, 1, (12, 13), (3, 2), (1, 2), (2, 0), (2, 3)),
+    "groups": (6, 9, 3, (6, 5), (2, 3), (1, 1), (0, 2), (1, 1)),
+    "depthwise": (5, 10, 5, (8, 8), (3, 3), (2, 2), (1, 1), (1, 1)),
+    "one_tap": (7, 3, 1, (4, 4), (1, 1), (2, 2), (0, 0), (1, 1)),
+    "many_places": (1, 2, 1, (70, 65), (2, 2), (1, 1), (0, 0), (1, 1)),
+    "1d": (3, 6, 1, (40,), (5,), (2,), (2,), (1,)),
+    "3d": (2, 5, 1, (5, 6, 4), (2, 3, 2), (1, 2, 1), (1, 0, 1), (1, 1, 2)),
+    "unused_edge": (2, 3, 1, (8, 8), (2, 2), (3, 3), (0, 0), (1, 1)),
+}
+
+
+def convolution(name, batch=3, seed=0):
+    channels, outputs, groups, sizes, kernel, stride, padding, dilation = CONVOLUTIONS[name]
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(batch, channels, *sizes, generator=generator)
+    places = [
+        (n + 2 * p - d * (k - 1) - 1) // s + 1
+        for n, p, d, k, s in zip(sizes, padding, dilation, kernel, stride, strict=True)
+    ]
+    g = torch.randn(batch, outputs, *places, generator=generator)
+    return x, g, (kernel, stride, padding, dilation, groups)
+
+
+def by_autograd(x, g, kernel, stride, padding, dilation, groups):
+    """Each sample's weight gradient by torch, in float64."""
+    function = (torch.nn.functional.conv1d, torch.nn.functional.conv2d, torch.nn.functional.conv3d)[len(kernel) - 1]
+    rows = []
+    for a, b in zip(x.double(), g.double(), strict=True):
+        w = torch.zeros(g.shape[1], x.shape[1] // groups, *kernel, dtype=torch.float64, requires_grad=True)
+        y = function(a[None], w, None, stride, padding, dilation, groups)
+        rows.append(torch.autograd.grad(y, w, b[None])[0])
+    return torch.stack(rows)
+
+
+def close(rows, squares, exact):
+    size = exact.flatten(1).norm(dim=1)
+    assert ((rows.double() - exact).flatten(1).norm(dim=1) <= 1e-6 * size).all()
+    torch.testing.assert_close(squares, rows.double().flatten(1).square().sum(1), rtol=1e-13, atol=0)
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("sizes", OUTER)
+@pytest.mark.usefixtures("isa")
+def test_outer(sizes):
+    batch, length, width, height = sizes
+    a, g = torch.randn(batch, length, width), torch.randn(batch, length, height)
+    rows, squares = OPS.outer_rows(a, g)
+    close(rows, squares, g.double().transpose(1, 2) @ a.double())
+    assert torch.equal(OPS.outer_squares(a, g), squares)
+
+
+@pytest.mark.usefixtures("isa")
+def test_outer_in_other_strides():
+    a, g = torch.randn(6, 3, 20).transpose(0, 1), torch.randn(9, 6, 3).permute(2, 1, 0)
+    rows, squares = OPS.outer_rows(a, g)
+    close(rows, squares, g.double().transpose(1, 2) @ a.double())
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+@pytest.mark.usefixtures("isa")
+def test_convolution(name):
+    x, g, options = convolution(name)
+    rows, squares = OPS.conv_rows(x, g, *options)
+    close(rows, squares, by_autograd(x, g, *options))
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_the_reference_of_the_convolution(name):
+    x, g, options = convolution(name)
+    rows, squares = reference.conv_rows(x.double(), g.double(), *options)
+    close(rows, squares, by_autograd(x, g, *options))
+
+
+@pytest.mark.usefixtures("isa")
+def test_channels_last_input():
+    x, g, options = convolution("wide")
+    apart = OPS.conv_rows(x.to(memory_format=torch.channels_last), g.to(memory_format=torch.channels_last), *options)
+    assert torch.equal(apart[0], OPS.conv_rows(x, g, *options)[0])
+
+
+@pytest.mark.parametrize("name", ["wide", "groups", "3d"])
+@pytest.mark.usefixtures("isa")
+def test_bits_depend_neither_on_threads_nor_on_other_samples(name):
+    x, g, options = convolution(name, batch=9)
+    a, b = torch.randn(9, 300, 60), torch.randn(9, 300, 21)
+    whole = [*OPS.conv_rows(x, g, *options), *OPS.outer_rows(a, b)]
+    torch.set_num_threads(1)
+    for again, first in zip([*OPS.conv_rows(x, g, *options), *OPS.outer_rows(a, b)], whole, strict=True):
+        assert torch.equal(again, first)
+    part = slice(5, 9)
+    x[:5], a[:5] = torch.nan, torch.inf
+    for alone, first in zip([*OPS.conv_rows(x, g, *options), *OPS.outer_rows(a, b)][::2], whole[::2], strict=True):
+        assert torch.equal(alone[part], first[part])
+        assert alone[:5].isnan().any() or alone[:5].isinf().any()
+    one = OPS.conv_rows(x[8:], g[8:], *options)[0], OPS.outer_rows(a[8:], b[8:])[0]
+    assert torch.equal(one[0][0], whole[0][8])
+    assert torch.equal(one[1][0], whole[2][8])
+
+
+def test_memory_of_rows_is_used_again():
+    a, g = torch.randn(4, 3, 700), torch.randn(4, 3, 500)
+    first = OPS.outer_rows(a, g)[0]
+    place, kept = first.data_ptr(), first.clone()
+    second = OPS.outer_rows(a, g)[0]
+    assert second.data_ptr() != place, "two tensors in one place"
+    del first
+    third = OPS.outer_rows(a[:3], g[:3])[0]
+    assert third.data_ptr() == place
+    assert torch.equal(second, kept)
+    assert torch.equal(third, kept[:3])
