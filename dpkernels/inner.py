@@ -48,6 +48,8 @@ def squared_norms(matrices: Sequence[Matrix], *, rounded: bool = False) -> tuple
     single = [i for i, m in enumerate(matrices) if m.outer is not None and m.length == 1 and len(m.terms) == 1]
     columns = {i: pair for i, *pair in zip(stored, *_of_stored([matrices[i] for i in stored]), strict=True)}
     columns |= {i: pair for i, *pair in zip(single, *_of_single([matrices[i] for i in single], rounded), strict=True)}
+    gram = [i for i, m in enumerate(matrices) if i not in columns and _is_short_outer(m)]
+    columns |= {i: pair for i, *pair in zip(gram, *_of_short([matrices[i] for i in gram], rounded), strict=True)}
     for i, m in enumerate(matrices):
         if i not in columns:
             columns[i] = list(_squared_norm(m, rounded))
@@ -77,6 +79,35 @@ def _of_single(matrices: list[Matrix], rounded: bool) -> tuple[Sequence[Tensor],
     if rounded:
         margins = [margin * (1 + 4.1 * _unit(m)) for margin, m in zip(margins, matrices, strict=True)]
     return squares.unbind(1), (squares * squares.new_tensor(margins) + TINY**2).unbind(1)
+
+
+def _is_short_outer(m: Matrix) -> bool:
+    if m.outer is None or len(m.terms) > 1 or m.outer.g.dtype == torch.float64:
+        return False
+    return _by_terms(m, m)
+
+
+def _of_short(matrices: list[Matrix], rounded: bool) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """Rows of few addends, by their Gram matrices: the margins of all together."""
+    if not matrices:
+        return (), ()
+    found = [
+        torch.ops.dpkernels.outer_gram(at_least_float(m.outer.a), at_least_float(m.outer.g))
+        for m in matrices
+        if m.outer is not None
+    ]
+    squares, raw = (torch.stack(columns, dim=1) for columns in zip(*found, strict=True))
+    enlarged = [1 + (m.height * m.width + m.length + 64) * UNIT for m in matrices]
+    units = [(m.height + m.width + m.length**2 + 64) * UNIT for m in matrices]
+    sizes_ = raw * raw.new_tensor(enlarged) + TINY
+    margins = raw.new_tensor(units) * sizes_.square() + TINY**2
+    uppers = squares.clamp(min=0) + margins
+    poor = (margins > GRAM_MARGIN * squares) & (sizes_ > 2 * TINY)
+    for i in poor.any(0).nonzero().squeeze(1).tolist():
+        squares[:, i], uppers[:, i] = _redone(matrices[i], squares[:, i], uppers[:, i], sizes_[:, i], poor[:, i])
+    if rounded:
+        uppers = (uppers.sqrt() + 2 * FLOAT_UNIT * sizes_).square()
+    return squares.unbind(1), (uppers * (1 + 8 * UNIT)).unbind(1)
 
 
 def _row_squares(tensors: list[Tensor]) -> tuple[Tensor, ...]:

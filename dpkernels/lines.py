@@ -26,10 +26,12 @@ _SPLITTING = {"split", "chunk", "tensor_split", "split_with_sizes", "unsafe_spli
 _MOVING = {"t", "transpose", "permute", "movedim", "moveaxis", "swapaxes", "swapdims", "flip", "roll", "rot90"}
 _PICKING = {"sort", "gather", "take_along_dim", "topk", "take", "msort", "unique", "masked_select", "kthvalue", "mode"}
 _PUTTING_BACK = {"index_add", "index_copy", "index_put", "scatter", "scatter_add", "scatter_reduce", "index_fill"}
-_KEEPING = {"add", "sub", "mul", "div", "__add__", "__mul__", "relu", "gelu", "silu", "tanh", "sigmoid", "softmax"}
-_KEEPING |= {"conv1d", "conv2d", "conv3d", "linear", "group_norm", "layer_norm", "embedding", "dropout", "max_pool2d"}
 _FRESH = {f"{k}_like" for k in ("zeros", "ones", "empty", "full", "rand", "randn", "randint")}
 _FRESH |= {f"new_{k}" for k in ("zeros", "ones", "empty", "full", "tensor")}
+_CATS = {"cat", "concat", "concatenate"}
+# Ops that may pick or reorder lines of dim 0. Any other leaves samples that are in their usual place there.
+_ARRANGING = {"__getitem__", "index_select", "select", "unbind", "narrow", "repeat_interleave"}
+_ARRANGING |= _CATS | _FRESH | _PICKING | _SPLITTING
 
 
 def writes(name: str) -> bool:
@@ -61,7 +63,7 @@ def propagate(
         _mark_written(tape, name, operands, flat_tensors(list(args) if out is None else out)[0])
         return
     results = flat_tensors(result)
-    if name in _KEEPING and all(tape.mark_of(t) is True for t in operands):  # most of a model, shortly
+    if name not in _ARRANGING and all(tape.mark_of(t) is True for t in operands):  # most ops of most models
         for t in results:
             tape.mark(t, True)
         return
@@ -110,7 +112,7 @@ def _marks(
     if name in _FRESH:
         return [False] * len(results)
     x = args[0] if args else kwargs.get("input", kwargs.get("self"))
-    if name in ("cat", "concat", "concatenate") and _dim(args, kwargs, results[0], 0) == 0:
+    if name in _CATS and _dim(args, kwargs, results[0], 0) == 0:
         parts = [line_numbers(tape, t, _site("cat")) for t in flat_tensors(args[0] if args else kwargs["tensors"])]
         known = [p for p in parts if isinstance(p, Tensor)]
         unknown = _any_lines(tape, operands) or any(p is LOST for p in parts)

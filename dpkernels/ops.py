@@ -28,6 +28,7 @@ SCHEMAS = {
     "clamp_sum": "(Tensor[] vectors, Tensor bound, Tensor? stream, Tensor? std) -> (Tensor[], Tensor)",
     "outer_rows": "(Tensor a, Tensor g) -> (Tensor, Tensor)",
     "outer_squares": "(Tensor a, Tensor g) -> Tensor",
+    "outer_gram": "(Tensor a, Tensor g) -> (Tensor, Tensor)",
     "conv_rows": "(Tensor x, Tensor g, int[] kernel, int[] stride, int[] padding, int[] dilation, int groups)"
     " -> (Tensor, Tensor)",
     "layer_norm_rows": "(Tensor x, Tensor g, Tensor? w, float epsilon, bool input_gradient)"

@@ -84,6 +84,13 @@ def outer_squares(a: Tensor, g: Tensor) -> Tensor:
     )
 
 
+def outer_gram(a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """Norm^2 of each row g^T a by inner products of its addends, and the sum of their norms; [B] in float64."""
+    a, g = a.double(), g.double()
+    products = (a @ a.transpose(1, 2)) * (g @ g.transpose(1, 2))
+    return products.sum((1, 2)), (a.norm(dim=2) * g.norm(dim=2)).sum(1)
+
+
 def conv_rows(
     x: Tensor,
     g: Tensor,

@@ -1,4 +1,4 @@
-"""outer_rows, outer_squares and conv_rows against float64, on every instruction set."""
+"""outer_rows, outer_squares, outer_gram and conv_rows against float64, on every instruction set."""
 
 import pytest
 import torch
@@ -65,6 +65,10 @@ def test_outer(sizes):
     rows, squares = OPS.outer_rows(a, g)
     close(rows, squares, g.double().transpose(1, 2) @ a.double())
     assert torch.equal(OPS.outer_squares(a, g), squares)
+    by_gram, sizes = OPS.outer_gram(a, g)
+    wanted = reference.outer_gram(a, g)
+    torch.testing.assert_close(sizes, wanted[1], rtol=1e-13, atol=0)
+    assert ((by_gram - wanted[0]).abs() <= 1e-14 * sizes.square()).all()
 
 
 @pytest.mark.usefixtures("isa")
