@@ -12,7 +12,7 @@ Work goes in pieces of about `PIECE` elements: no tensor of B x T x T or B x hei
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -45,6 +45,34 @@ class Dense:
 
     values: Tensor
     squares: Tensor | None = None
+
+    def of(self, samples: slice | Tensor) -> Tensor:
+        """The rows of some samples."""
+        return self.values[samples]
+
+
+class Later(Dense):
+    """Rows formed whenever they are asked for, with the same bits each time: memory for a few samples at a time.
+
+    `form(samples)` gives the rows of a slice of `count` samples, [b, height, width].
+    """
+
+    def __init__(self, form: Callable[[slice], Tensor], count: int, squares: Tensor) -> None:
+        object.__setattr__(self, "form", form)
+        object.__setattr__(self, "count", count)
+        object.__setattr__(self, "squares", squares)
+
+    form: Callable[[slice], Tensor]
+    count: int
+
+    @property
+    def values(self) -> Tensor:
+        """All of them."""
+        return self.form(slice(0, self.count))
+
+    def of(self, samples: slice | Tensor) -> Tensor:
+        """The rows of some samples."""
+        return self.form(samples) if isinstance(samples, slice) else self.values[samples]
 
 
 Term = Outer | Rows | Dense
@@ -163,7 +191,7 @@ def block(m: Matrix, samples: slice | Tensor, low: int, high: int) -> Tensor:
         a, g = m.outer.a[samples].double(), m.outer.g[samples][:, :, low:high].double()
         result = g.transpose(1, 2) @ a
     if m.dense is not None:
-        values = m.dense.values[samples][:, low:high].double()
+        values = m.dense.of(samples)[:, low:high].double()
         result = values if result is None else result + values
     if m.rows is not None:
         ids, g = m.rows.ids[samples], m.rows.g[samples]
@@ -203,7 +231,7 @@ def take(m: Matrix, samples: Tensor) -> Matrix:
         batch=len(samples),
         outer=None if m.outer is None else Outer(m.outer.a[samples], m.outer.g[samples]),
         rows=None if m.rows is None else Rows(m.rows.ids[samples], m.rows.g[samples]),
-        dense=None if m.dense is None else Dense(m.dense.values[samples]),
+        dense=None if m.dense is None else Dense(m.dense.of(samples)),
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dpkernels import reference
+from dpkernels import ops, reference
 from dpkernels.factors import Dense, at_least_float
 
 
@@ -16,6 +16,13 @@ def outer_rows(a: Tensor, g: Tensor) -> Dense:
     a, g = at_least_float(a), at_least_float(g)
     form = torch.ops.dpkernels.outer_rows if a.dtype == torch.float32 else reference.outer_rows
     return Dense(*form(a, g))
+
+
+def forms_alike(x: Tensor) -> bool:
+    """Whether rows formed again have the same bits, whatever other samples go with them: so it is in native code."""
+    return (
+        x.dtype in (torch.float32, torch.bfloat16, torch.float16) and x.device.type == "cpu" and ops.native is not None
+    )
 
 
 def conv_rows(

@@ -211,21 +211,21 @@ def _inner_of(m: Matrix, s: Term, t: Term) -> Tensor:
     if isinstance(s, Dense) and isinstance(t, Dense):
         result = _zeros(m)
         for samples in chunks(m.batch, m.height * m.width):
-            result[samples] = (s.values[samples].double() * t.values[samples].double()).sum((1, 2))
+            result[samples] = (s.of(samples).double() * t.of(samples).double()).sum((1, 2))
         return result
     if isinstance(s, Outer) and isinstance(t, Rows):
         return _outer_rows(m, s, t)
     if isinstance(s, Outer) and isinstance(t, Dense):
         result = _zeros(m)
         for samples in chunks(m.batch, max(m.height * m.width, s.g.shape[1] * max(m.height, m.width))):
-            lines = s.g[samples].double() @ t.values[samples].double()
+            lines = s.g[samples].double() @ t.of(samples).double()
             result[samples] = (lines * s.a[samples].double()).sum((1, 2))
         return result
     if isinstance(s, Rows) and isinstance(t, Dense):
         result = _zeros(m)
         for samples in chunks(m.batch, s.g.shape[1] * m.width):
             index = s.ids[samples].unsqueeze(2).expand(-1, -1, m.width)
-            result[samples] = (t.values[samples].gather(1, index).double() * s.g[samples].double()).sum((1, 2))
+            result[samples] = (t.of(samples).gather(1, index).double() * s.g[samples].double()).sum((1, 2))
         return result
     return _inner_of(m, t, s)
 

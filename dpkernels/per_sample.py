@@ -287,7 +287,8 @@ def _stored(parts: list[Part]) -> tuple[list[Tensor], list[Part]]:
     stored, others = [], []
     for part in parts:
         m = part.matrix
-        if part.place is None and m.outer is None and m.rows is None and m.dense is not None:
+        here = isinstance(m.dense, factors.Dense) and not isinstance(m.dense, factors.Later)
+        if part.place is None and len(m.terms) == 1 and here and m.dense is not None:
             stored.append(m.dense.values)
         else:
             others.append(part)

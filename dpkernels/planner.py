@@ -1,8 +1,9 @@
-"""How the rows of a linear layer are handled: three ways, chosen from shapes and from the memory there is.
+"""How the rows of a layer are handled: three ways, chosen from shapes and from the memory there is.
 
     keep   form g a^T for each sample during the backward, with its norm; add the stored rows up later
     gram   norms from inner products of factors; the sum is one product of matrices
-    tile   norms from rows formed in pieces and dropped; the sum is one product of matrices
+    tile   norms from rows formed in pieces and dropped; the sum is one product of matrices (of a convolution, of rows
+           formed again)
 
 The cost counts the sum too. Besides the 2 T p d operations of the ordinary weight gradient, which every way has once
 (`keep` as it forms rows, the others as they sum), a sample costs `keep` its row written and read again, `gram` two
@@ -88,6 +89,11 @@ def choose(batch: int, length: int, height: int, width: int, room: int) -> Way:
     if length > 1 and stored_bytes(batch, height, width) <= room:
         ways.append(Way.KEEP)
     return min(ways, key=lambda way: extra_cost(way, length, height, width))
+
+
+def fits(batch: int, height: int, width: int, room: int) -> bool:
+    """Whether a convolution, which forms its rows in any case, keeps them; otherwise it forms them twice."""
+    return stored_bytes(batch, height, width) <= room if not _forced else _forced[-1] is not Way.TILE
 
 
 def choice(parameter: str, op: str, way: Way, batch: int, length: int, height: int, width: int) -> Choice:

@@ -42,7 +42,8 @@ def exact_sum(m: Matrix, weights: Tensor) -> Tensor:
             total.addmm_(g.flatten(0, 1).T, m.outer.a[samples].double().flatten(0, 1))
     if m.dense is not None:
         for samples in chunks(m.batch, m.height * m.width):
-            total += torch.einsum("b,bhw->hw", weights[samples], m.dense.values[samples].double())
+            part = weights[samples].unsqueeze(1).contiguous()
+            torch.ops.dpkernels.weighted_sum_([total], [True], [m.dense.of(samples)], [0], part, None, None, 1.0)
     if m.rows is not None:
         for samples in chunks(m.batch, m.rows.g[0].numel() if m.batch else 1):
             g = m.rows.g[samples].double() * weights[samples, None, None]

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from dpkernels import planner
-from dpkernels.factors import Dense, Outer, Rows, Term
+from dpkernels.factors import Dense, Later, Outer, Rows, Term
 from dpkernels.forming import outer_rows
 from dpkernels.nested import flat_tensors
 
@@ -151,16 +151,18 @@ class Tape:
     def add(self, parameter: Tracked, term: Term) -> None:
         """A term of the parameter's rows."""
         own: Term
-        if isinstance(term, Dense):
-            own = Dense(self._own(term.values), term.squares)
+        if isinstance(term, Later):
+            own = term
+        elif isinstance(term, Dense):
+            own = Dense(self.own(term.values), term.squares)
         elif isinstance(term, Outer):
-            own = Outer(self._own(term.a), self._own(term.g))
+            own = Outer(self.own(term.a), self.own(term.g))
         else:
-            own = Rows(self._own(term.ids), self._own(term.g))
+            own = Rows(self.own(term.ids), self.own(term.g))
         self.terms.setdefault(id(parameter), []).append(own)
         self.ops.setdefault(id(parameter), set()).add(self.op)
 
-    def _own(self, t: Tensor) -> Tensor:
+    def own(self, t: Tensor) -> Tensor:
         """Without the graph that activations carry, and not in memory that the next step overwrites."""
         t = t.detach()
         return t.clone() if t.untyped_storage().data_ptr() in self.owned else t
@@ -174,12 +176,7 @@ class Tape:
     def add_outer(self, parameter: Tracked, a: Tensor, g: Tensor) -> None:
         """The term sum_t g_t a_t^T, from a [B, T, width] and g [B, T, height]: as factors, or formed."""
         length, height, width = a.shape[1], g.shape[2], a.shape[2]
-        if length > 1 and not isinstance(self._room, int):
-            self._room = self._room()
-        room = self._room if isinstance(self._room, int) else 0
-        way = planner.choose(self.batch, length, height, width, room)
-        if way is planner.Way.KEEP:
-            self._room = room - planner.stored_bytes(self.batch, height, width)
+        way = planner.choose(self.batch, length, height, width, self.room if length > 1 else 0)
         self.note(parameter, way, length, height, width)
         if way is not planner.Way.KEEP:
             self.add(parameter, Outer(a, g))
@@ -189,9 +186,18 @@ class Tape:
         else:
             self.add(parameter, outer_rows(a, g))
 
+    @property
+    def room(self) -> int:
+        """Bytes that rows may still take."""
+        if not isinstance(self._room, int):
+            self._room = self._room()
+        return self._room
+
     def note(self, parameter: Tracked, way: planner.Way, length: int, height: int, width: int) -> None:
-        """What is done with the rows of one use of a parameter, for `explain`."""
+        """What is done with the rows of one use of a parameter: for `explain`, and what it takes off the room."""
         self.choices.append(planner.choice(parameter._label, self.op, way, self.batch, length, height, width))
+        if way is planner.Way.KEEP:
+            self._room = self.room - planner.stored_bytes(self.batch, height, width)
 
     def add_aligned(self, parameter: Tracked, gradient: Tensor) -> None:
         """The gradient of a derived parameter of which sample i uses line i alone."""

@@ -68,3 +68,39 @@ def test_kept_rows_of_a_transposed_weight(way):
     model = models.Function(lambda m, x: (x @ m.w).relu() @ m.v.t(), w=torch.randn(5, 4), v=torch.randn(3, 4))
     with planner.forced(way):
         truth.check(model, lambda y, t: y.square().sum((1, 2)), torch.randn(4, 6, 5), torch.zeros(4))
+
+
+def test_convolutions_keep_the_budget_too():
+    """Rows that do not fit are formed twice, and come out the same to the last bit."""
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3, padding=1), nn.Flatten(), nn.Linear(64, 3))
+    inputs, targets = torch.randn(5, 3, 6, 6), torch.randint(0, 3, (5,))
+    inputs[2, 0, 0, 0] = torch.nan
+    choices = dpk.explain(model, inputs, max_bytes=4 * 5 * 8 * 27)
+    assert [c.way for c in reversed(choices)] == [Way.TILE, Way.KEEP, Way.GRAM] or [
+        c.way for c in reversed(choices)
+    ] == [Way.KEEP, Way.TILE, Way.GRAM]
+    sums = [
+        dpk.per_sample_gradients(model, truth.cross_entropy, inputs, targets, max_bytes=budget).clip_sum(0.1)
+        for budget in (None, 0)
+    ]
+    for name, kept in sums[0].sum.items():
+        assert kept.isfinite().all()
+        torch.testing.assert_close(sums[1].sum[name], kept, rtol=1e-6, atol=1e-8)
+    assert torch.equal(sums[0].norms.nan_to_num(), sums[1].norms.nan_to_num())
+    rows = dpk.per_sample_gradients(model, truth.cross_entropy, inputs, targets, max_bytes=0)
+    nothing = rows - rows
+    assert not nothing.norms()[[0, 1, 3, 4]].any()
+    assert (2.0 * rows).clamp_sum(0.01).sum["0.weight"].isfinite().all()
+
+
+def test_inputs_may_be_overwritten_before_rows_are_formed_again():
+    model = nn.Conv2d(1, 2, 3)
+    inputs, targets = torch.randn(3, 1, 5, 5), torch.zeros(3)
+
+    def loss_fn(y, t):
+        return y.square().sum((1, 2, 3))
+
+    rows = dpk.per_sample_gradients(model, loss_fn, inputs, targets, max_bytes=0)
+    wanted = dpk.per_sample_gradients(model, loss_fn, inputs, targets).clip_sum(1.0).sum
+    inputs.zero_()
+    torch.testing.assert_close(rows.clip_sum(1.0).sum, wanted, rtol=1e-6, atol=1e-8)

@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from dpkernels import planner
-from dpkernels.forming import conv_rows
+from dpkernels.factors import Later, chunks
+from dpkernels.forming import conv_rows, forms_alike
 from dpkernels.rules.fallback import fallback
 from dpkernels.rules.registry import named, plain, reduced, reduced_to_channels, rule, tracked
 from dpkernels.tape import Tape, Tracked
@@ -37,16 +39,28 @@ def _conv(
         (g,) = gradients
         assert g is not None
         if isinstance(weight, Tracked):
-            before = _before(padding, dilation, weight._value.shape[2:])
-            shape = tuple(weight._value.shape[2:])
-            rows, squares = conv_rows(
-                saved[0].to(g.dtype), g, shape, _each(stride, dims), before, _each(dilation, dims), groups
-            )
-            tape.note(weight, planner.Way.KEEP, g.shape[2:].numel(), len(weight._value), weight._value[0].numel())
-            if layout.dim == 0 and layout.rows == 1 and layout.lines is None:
-                tape.add_dense(weight, rows, squares)
+            shape = weight._value.shape
+            before, steps = _before(padding, dilation, shape[2:]), _each(dilation, dims)
+            x = saved[0].to(g.dtype)
+
+            def form(samples: slice) -> tuple[Tensor, Tensor]:
+                return conv_rows(x[samples], g[samples], shape[2:], _each(stride, dims), before, steps, groups)
+
+            in_order = layout.dim == 0 and layout.rows == 1 and layout.lines is None
+            height, width, length = shape[0], shape[1:].numel(), g.shape[2:].numel()
+            if planner.fits(tape.batch, height, width, tape.room) or not in_order or not forms_alike(x):
+                tape.note(weight, planner.Way.KEEP, length, height, width)
+                rows, squares = form(slice(None))
+                if in_order:
+                    tape.add_dense(weight, rows, squares)
+                else:
+                    tape.add_dense(weight, reduced(tape, rows, layout, dims + 2))
             else:
-                tape.add_dense(weight, reduced(tape, rows, layout, dims + 2))
+                tape.note(weight, planner.Way.TILE, length, height, width)
+                x = tape.own(x)
+                squares = torch.cat([form(samples)[1] for samples in chunks(tape.batch, height * width)])
+                again = Later(lambda samples: form(samples)[0].flatten(2), tape.batch, squares)
+                tape.add(weight, again)
         if isinstance(bias, Tracked):
             tape.add_dense(bias, reduced_to_channels(tape, g, layout))
 
