@@ -1,11 +1,12 @@
 // The module dpkernels._native: loading it registers the CPU kernels with torch's dispatcher. What it holds
-// itself is for `dpkernels info` and for tests: how it was built and which instruction set runs.
+// itself is for `dpkernels info` and for tests: how it was built and which instruction set runs; and the pool of memory.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
 #include "cpu/isa.h"
 #include "cpu/normals.h"
+#include "cpu/pool.h"
 
 #define DPK_TEXT_OF(x) #x
 #define DPK_TEXT(x) DPK_TEXT_OF(x)
@@ -28,6 +29,8 @@ PYBIND11_MODULE(_native, m) {
   m.def("available_isas", &dpk::available_isas, "Instruction sets that this build has and this CPU runs.");
   m.def("active_isa", [] { return dpk::isa_name(dpk::active_isa()); }, "The instruction set in use.");
   m.def("use_isa", &dpk::use_isa, pybind11::arg("name"), "Switch to another available instruction set.");
+  m.def("pool_bytes", &dpk::pool_bytes, "Memory kept for rows of later steps.");
+  m.def("empty_pool", &dpk::empty_pool, "Give that memory back to the system.");
   m.def("normals", &normals, pybind11::arg("key"), pybind11::arg("release"), pybind11::arg("first_group"),
         pybind11::arg("groups"), "The standard normals of groups of 64 elements of a release.");
 }

@@ -25,6 +25,7 @@ from dpkernels.explain import explain
 from dpkernels.gradients import per_sample_gradients
 from dpkernels.noise import Gaussian
 from dpkernels.per_sample import PerSample
+from dpkernels.planner import empty_pool
 
 __version__ = "0.1.0"
 
@@ -40,6 +41,7 @@ __all__ = [
     "clip_momentum_sum",
     "clip_sum",
     "clipping",
+    "empty_pool",
     "explain",
     "per_sample_gradients",
     "sparsify",

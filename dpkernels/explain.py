@@ -68,7 +68,7 @@ def _table(choices: list[planner.Choice]) -> str:
     total, extra = sum(c.weight_gradient for c in choices), sum(c.extra for c in choices)
     stored = sum(c.stored_bytes for c in choices)
     rows.append(
-        f"in all: weight gradients {total / 1e9:.2f} GFLOP, extra +{100 * extra / max(total, 1):.0f}%, "
+        f"in all: weight gradients {total / 1e6:.1f} MFLOP, extra +{100 * extra / max(total, 1):.0f}%, "
         f"{stored / 2**20:.1f} MB stored"
     )
     return "\n".join(rows)

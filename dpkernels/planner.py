@@ -21,6 +21,8 @@ from pathlib import Path
 
 import torch
 
+from dpkernels import ops
+
 OPERATIONS_PER_BYTE = 8  # that a core does while it moves a byte to or from memory
 WIDE = 2  # operations in float64 cost this many in float32
 
@@ -124,9 +126,14 @@ def free_bytes(device: torch.device) -> int:
     """Memory that is free on a device, as far as the system tells."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    found = [_meminfo(), _control_group()]
-    known = [n for n in found if n is not None]
-    return min(known) if known else 1 << 30
+    known = [n for n in (_meminfo(), _control_group()) if n is not None]
+    return (min(known) if known else 1 << 30) + (ops.native.pool_bytes() if ops.native else 0)
+
+
+def empty_pool() -> None:
+    """Give the memory of kept rows, which is kept from step to step, back to the system."""
+    if ops.native is not None:
+        ops.native.empty_pool()
 
 
 def _meminfo() -> int | None:

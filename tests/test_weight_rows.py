@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from dpkernels import reference
+import dpkernels as dpk
+from dpkernels import ops, reference
 
 OPS = torch.ops.dpkernels
 OUTER = [(3, 7, 5, 3), (2, 300, 50, 33), (5, 1, 16, 8), (1, 9, 1, 1), (2, 513, 97, 9), (4, 3, 48, 64), (0, 3, 4, 5)]
@@ -130,3 +131,8 @@ def test_memory_of_rows_is_used_again():
     assert third.data_ptr() == place
     assert torch.equal(second, kept)
     assert torch.equal(third, kept[:3])
+    del second, third
+    assert ops.native.pool_bytes() >= kept.nbytes
+    dpk.empty_pool()
+    assert ops.native.pool_bytes() == 0
+    assert torch.equal(OPS.outer_rows(a, g)[0], kept)
