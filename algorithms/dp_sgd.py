@@ -32,6 +32,8 @@ class DPSGD:
         max_bytes: memory that rows of linear layers may take, see `dpk.per_sample_gradients`.
         seed: makes the noise reproducible, and nothing private from whoever knows it.
 
+    The tensors in `.grad` are written again by the next step unless `zero_grad` let go of them: clone what you keep.
+
     Formal guarantee: the weights after any number of steps are (epsilon(delta), delta)-DP under add-remove adjacency,
     one record being one index of dim 0, if batches are Poisson samples at `sampling_rate` (or anything, at rate 1).
     Hyper-parameters, initial weights and the number of steps must not depend on the data. Not private: the model's
@@ -89,10 +91,15 @@ class DPSGD:
             rows = self._gradients(x, y)
             onto = rows.clip_sum(self._clip, onto=onto, dtype=torch.float64).sum
         rows = self._gradients(*last)
-        own = {name: grad for name, (grad, _) in self._written.items()}  # written again, in place
+        own = {}
+        for name, p in parameters.items():  # a gradient of ours is written again; nobody sees it before the noise is in
+            if p.grad is not None and p.grad is self._written.get(name, (None, 0))[0]:
+                own[name] = p.grad
+            p.grad = None
         private = rows.clip_sum(self._clip, self.noise, onto=onto, scale=1 / self._expected_batch_size, out=own).sum
         for name, p in parameters.items():
             p.grad = private[name].to(p.dtype)
+            torch.autograd.graph.increment_version(p.grad)
             self._written[name] = (p.grad, p.grad._version)
         self.optimizer.step()
 

@@ -1,5 +1,5 @@
 // The module dpkernels._native: loading it registers the CPU kernels with torch's dispatcher. What it holds
-// itself is for `dpkernels info` and for tests: how it was built and which instruction set runs; and the pool of memory.
+// itself is for `dpkernels info` and for tests: how it was built, which instruction set runs, the pool of memory.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>

@@ -28,6 +28,9 @@ def explain(model: nn.Module, inputs: Any, *, max_bytes: int | None = None) -> l
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"model: got a {type(model).__name__}, must be a torch.nn.Module")
+    batch = batch_of(inputs, None)
+    if batch == 0:
+        raise ValueError("inputs: has no samples, must have at least one")
     members = members_of(model)
     choices: list[planner.Choice] = []
 
@@ -35,7 +38,7 @@ def explain(model: nn.Module, inputs: Any, *, max_bytes: int | None = None) -> l
         choices.extend(tape.choices)
 
     room = room_for(members, max_bytes)
-    record(model, _sum_of_outputs, inputs, None, batch_of(inputs, None), inspect=look, room=room, members=members)
+    record(model, _sum_of_outputs, inputs, None, batch, inspect=look, room=room, members=members)
     print(_table(choices))
     return choices
 

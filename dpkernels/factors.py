@@ -1,4 +1,4 @@
-"""The terms of a per-sample matrix that is never stored, and the arithmetic on them.
+"""The terms of a per-sample matrix, and the arithmetic on them.
 
 A parameter seen as a matrix [height, width] (a vector is [n, 1]) has one row of that shape for each of B samples:
 
@@ -103,6 +103,12 @@ class Matrix:
     def length_of(t: Term) -> int:
         """How many factors of one term add up in one row."""
         return 1 if isinstance(t, Dense) else t.g.shape[1]
+
+
+def factors_of(m: Matrix) -> list[Tensor]:
+    """The floating-point factors of the terms that are no rows themselves."""
+    found = [] if m.outer is None else [m.outer.a, m.outer.g]
+    return found if m.rows is None else [*found, m.rows.g]
 
 
 def merge(batch: int, height: int, width: int, terms: Sequence[Term]) -> Matrix:

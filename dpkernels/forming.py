@@ -18,11 +18,9 @@ def outer_rows(a: Tensor, g: Tensor) -> Dense:
     return Dense(*form(a, g))
 
 
-def forms_alike(x: Tensor) -> bool:
-    """Whether rows formed again have the same bits, whatever other samples go with them: so it is in native code."""
-    return (
-        x.dtype in (torch.float32, torch.bfloat16, torch.float16) and x.device.type == "cpu" and ops.native is not None
-    )
+def is_native(x: Tensor) -> bool:
+    """Whether rows of such factors are formed by native code: with the same bits each time, added as it says."""
+    return x.dtype != torch.float64 and x.device.type == "cpu" and ops.native is not None
 
 
 def conv_rows(

@@ -32,7 +32,8 @@ def per_sample_gradients(
         inputs: a tensor, a tuple (the model's arguments) or a dict (its keywords); dim 0 of every tensor is the sample.
         targets: a tensor, or tensors in any nesting, with the sample in dim 0.
         max_bytes: memory that rows of linear layers may take, where storing them is faster than working with factors
-            (long sequences); a quarter of what is free unless given. With 0 all of them stay factors, and the
+            (long sequences), and of convolutions, which otherwise form theirs twice; a quarter of what is free unless
+            given, so give it where two runs must agree to the last bit. With 0 linear layers stay factors, and the
             difference of two results keeps more digits.
 
     The unit of privacy is dim 0. Models whose rows would not be exact are refused with a `ValueError` that names the

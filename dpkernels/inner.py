@@ -19,12 +19,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dpkernels import factors, planner
+from dpkernels import factors, forming, planner
 from dpkernels.factors import TINY, UNIT, Dense, Matrix, Outer, Rows, Term, at_least_float, block, chunks, pieces, take
 
 GRAM_MARGIN = 1e-4  # of norm^2: with more, the row is formed
 TILE_MARGIN = 1e-2  # of the norm, in float32: with more, the row is formed in float64
 FLOAT_UNIT = 2.0**-23  # twice the rounding unit of float32
+UNDERFLOW = 2.0**-1022  # more than a square in float64 loses at the lower end of its range
 
 
 def inner(x: Matrix, y: Matrix) -> Tensor:
@@ -74,11 +75,12 @@ def _of_single(matrices: list[Matrix], rounded: bool) -> tuple[Sequence[Tensor],
     if not outers:
         return (), ()
     found = _row_squares([t for outer in outers for t in (outer.a, outer.g)])
-    squares = torch.stack(found[::2], dim=1) * torch.stack(found[1::2], dim=1)
+    a, g = torch.stack(found[::2], dim=1), torch.stack(found[1::2], dim=1)
     margins = [1 + (m.height + m.width + 64) * UNIT for m in matrices]
     if rounded:
         margins = [margin * (1 + 4.1 * _unit(m)) for margin, m in zip(margins, matrices, strict=True)]
-    return squares.unbind(1), (squares * squares.new_tensor(margins) + TINY**2).unbind(1)
+    lost = a.new_tensor([m.height + m.width for m in matrices]) * UNDERFLOW  # of squares, in float64
+    return (a * g).unbind(1), ((a + lost) * (g + lost) * a.new_tensor(margins) + TINY**2).unbind(1)
 
 
 def _is_short_outer(m: Matrix) -> bool:
@@ -122,7 +124,8 @@ def sizes(m: Matrix) -> Tensor:
             size += _row_squares([t.values])[0].sqrt()
             continue
         lines = [x.flatten(0, 1) for x in ((t.a, t.g) if isinstance(t, Outer) else (t.g,))]
-        norms = [found.sqrt().view(m.batch, m.length_of(t)) for found in _row_squares(lines)]
+        lost = (m.height + m.width) * UNDERFLOW
+        norms = [(found + lost).sqrt().view(m.batch, m.length_of(t)) for found in _row_squares(lines)]
         size += (norms[0] * norms[1] if isinstance(t, Outer) else norms[0]).sum(1)
     return size * (1 + (m.height * m.width + m.length + 64) * UNIT) + TINY
 
@@ -155,10 +158,10 @@ def _by_gram(m: Matrix, size: Tensor) -> tuple[Tensor, Tensor]:
 
 def _by_tiles(m: Matrix, size: Tensor) -> tuple[Tensor, Tensor]:
     single = m.outer is not None and m.dense is None and m.rows is None
-    if not single or any(not isinstance(t, Dense) and t.g.dtype == torch.float64 for t in m.terms):
+    wide = any(not isinstance(t, Dense) and t.g.dtype == torch.float64 for t in m.terms)
+    if not single or wide or m.outer is None or not forming.is_native(m.outer.g):
         square = _formed_squares(m)
         return square, _upper_of_formed(m, square, size)
-    assert m.outer is not None
     square = torch.ops.dpkernels.outer_squares(at_least_float(m.outer.a), at_least_float(m.outer.g))
     additions = min(m.length, 256) + m.length // 256 + 3
     margin = additions * FLOAT_UNIT * size + m.height * m.width * m.length * 2.0**-149

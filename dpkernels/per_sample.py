@@ -1,13 +1,13 @@
-"""PerSample: one row for each sample, over all parameters of a model, held as factors and never stored.
+"""PerSample: one row for each sample, over all parameters of a model, held as factors where that is better.
 
 Soundness. A row is the exact product of its stored factors (`dpkernels.factors`). Coefficients are made from norms
 rounded up by more than their error (`dpkernels.inner`), so the bound of the clip rule holds in real arithmetic, also
 for rows whose parts cancel. What the sum of clipped rows rounds off, E, widens the sensitivity to S + 2E. Stored rows
 are added in float64, where E is below B * 2^-52 * S. Factors are summed by one product of matrices in their own
-precision: in float32 there is no useful worst-case bound (measured: 1e-7 to 1e-6 of S). With `dtype=torch.float64` that
-is float64 too. Noise is added in float64 and the result rounded once, after it. A row with a NaN or an Inf counts as
-zero. An empty batch releases noise alone. Noise lands on every coordinate of every trainable parameter, also where no
-sample has a gradient. Nothing raises depending on values.
+precision: in float32 there is no useful worst-case bound (measured: 1e-7 to 1e-6 of S). With `dtype=torch.float64`, and
+where numbers come near the ends of float32's range, that is float64 too. Noise is added in float64 and the result
+rounded once, after it. A row with a NaN or an Inf counts as zero. An empty batch releases noise alone. Noise lands on
+every coordinate of every trainable parameter, also where no sample has a gradient. Nothing raises depending on values.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Part:
 
 
 class PerSample:
-    """A [B, d] matrix, one row for each sample, that is never formed.
+    """A [B, d] matrix, one row for each sample, that is not formed as a whole.
 
     `per_sample_gradients` and `local_updates` make them. The rows of two can be subtracted and scaled; `clip_sum` and
     `clamp_sum` release their sum.
@@ -138,6 +138,7 @@ class PerSample:
         squares, uppers = self._squares(rounded=not exact)
         keep = uppers.sum(1).isfinite()
         bounds = bounds.to(squares.device)
+        wide = wide_type(dtype) if dtype is not None else None
         if len(bounds) == 1:
             uppers = uppers.sum(1, keepdim=True) * (1 + len(self._shapes) * factors.UNIT)
         upper = uppers.sqrt() * (1 + 8 * factors.UNIT)
@@ -147,13 +148,13 @@ class PerSample:
             weights = bounds / (upper + stability)
         weights = torch.where(keep[:, None], weights, 0.0)
         kept = None if bool(keep.all()) else keep
+        exact = exact or not self._in_range(weights, bounds, keep)
         stream, std = take_release(noise, rule.sensitivity())
         totals, filled, rows, owner = [], [], [], []
         for i, (name, shape) in enumerate(self._shapes.items()):
-            kind = dtype or wide_type(shape.dtype)
+            kind = wide or wide_type(shape.dtype)
             given = None if out is None else out.get(name)
-            fits = given is not None and given.shape == shape.size and given.dtype == kind and given.is_contiguous()
-            target = given if fits and given is not None else torch.empty(shape.size, dtype=kind, device=shape.device)
+            target = _fitting(given, shape.size, kind, shape.device)
             stored, others = _stored(self._parts[name])
             base = self._product(others, weights[:, i % weights.shape[1]], kept, target) if not exact else None
             if base is None and (others or onto is not None):
@@ -258,6 +259,29 @@ class PerSample:
         squares, uppers = (zeros.index_add(1, where, t) if owners else zeros for t in found)
         return squares, uppers * (1 + len(owners) * factors.UNIT)
 
+    def _in_range(self, weights: Tensor, bounds: Tensor, keep: Tensor) -> bool:
+        """Whether products of factors and coefficients in float32 are far from overflow and underflow.
+
+        With |a|, |g| <= 2^40, bounds >= 2^-40 and coefficients in [2^-60, 2^20], what underflows in the sum of a row is
+        below 2^-90: nothing, beside the 2^-23 that `rounded` norms are larger by.
+        """
+        factors_ = [
+            x
+            for parts in self._parts.values()
+            for p in parts
+            for x in factors.factors_of(p.matrix)
+            if x.dtype != torch.float64
+        ]
+        if not factors_:
+            return True
+        used = weights[keep]
+        used = used[used != 0]
+        bounded = bool(((bounds == 0) | (bounds >= 2.0**-40)).all()) and sums.full_precision(weights.device)
+        if not bounded or (used.numel() and not 2.0**-60 <= float(used.min()) <= float(used.max()) <= 2.0**20):
+            return False
+        largest = torch.ops.dpkernels.row_squares(factors_)[keep]
+        return not bool((largest > 2.0**80).any())
+
     def _product(self, parts: list[Part], weights: Tensor, keep: Tensor | None, target: Tensor) -> Tensor | None:
         """The weighted sum of parts that are one product of matrices in their own precision, in `target`."""
         if len(parts) != 1 or parts[0].place is not None:
@@ -280,6 +304,14 @@ class PerSample:
     def _check_sums(self, onto: Mapping[str, Tensor] | None) -> None:
         if onto is not None and {n: t.shape for n, t in onto.items()} != {n: s.size for n, s in self._shapes.items()}:
             raise ValueError("onto: has other names or shapes, must be a sum over the parameters of this PerSample")
+
+
+def _fitting(given: Tensor | None, size: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The tensor that is given, if it can hold the sum; else a new one."""
+    wanted = (size, dtype, device)
+    if given is not None and given.is_contiguous() and (given.shape, given.dtype, given.device) == wanted:
+        return given
+    return torch.empty(size, dtype=dtype, device=device)
 
 
 def _stored(parts: list[Part]) -> tuple[list[Tensor], list[Part]]:

@@ -78,17 +78,17 @@ def extra_cost(way: Way, length: int, height: int, width: int) -> float:
     return WIDE * 2.0 * length**2 * (height + width) if length > 1 else 2.0 * (height + width)
 
 
-def stored_bytes(batch: int, height: int, width: int) -> int:
+def stored_bytes(batch: int, height: int, width: int, itemsize: int = 4) -> int:
     """Memory that kept rows take."""
-    return 4 * batch * height * width
+    return itemsize * batch * height * width
 
 
-def choose(batch: int, length: int, height: int, width: int, room: int) -> Way:
+def choose(batch: int, length: int, height: int, width: int, room: int, itemsize: int = 4) -> Way:
     """The cheapest way whose rows fit into `room` bytes."""
     if _forced:
         return _forced[-1]
     ways = [Way.GRAM, Way.TILE]
-    if length > 1 and stored_bytes(batch, height, width) <= room:
+    if length > 1 and stored_bytes(batch, height, width, itemsize) <= room:
         ways.append(Way.KEEP)
     return min(ways, key=lambda way: extra_cost(way, length, height, width))
 
@@ -98,7 +98,9 @@ def fits(batch: int, height: int, width: int, room: int) -> bool:
     return stored_bytes(batch, height, width) <= room if not _forced else _forced[-1] is not Way.TILE
 
 
-def choice(parameter: str, op: str, way: Way, batch: int, length: int, height: int, width: int) -> Choice:
+def choice(
+    parameter: str, op: str, way: Way, batch: int, length: int, height: int, width: int, itemsize: int
+) -> Choice:
     """A choice with its costs."""
     return Choice(
         parameter,
@@ -110,7 +112,7 @@ def choice(parameter: str, op: str, way: Way, batch: int, length: int, height: i
         width,
         batch * weight_gradient(length, height, width),
         batch * extra_cost(way, length, height, width),
-        stored_bytes(batch, height, width) if way is Way.KEEP else 0,
+        stored_bytes(batch, height, width, itemsize) if way is Way.KEEP else 0,
     )
 
 

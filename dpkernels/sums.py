@@ -6,10 +6,18 @@ the ordinary weight gradient; rows that are stored are added in float64 by the o
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from dpkernels.factors import Matrix, at_least_float, chunks
+
+
+def full_precision(device: torch.device) -> bool:
+    """Whether torch multiplies float32 matrices as they are, and does not round them to fewer digits first."""
+    library: Any = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
+    return getattr(library.matmul, "fp32_precision", "ieee") in ("none", "ieee")
 
 
 def product_sum(m: Matrix, weights: Tensor, out: Tensor | None = None) -> Tensor | None:

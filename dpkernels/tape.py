@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from dpkernels import planner
-from dpkernels.factors import Dense, Later, Outer, Rows, Term
+from dpkernels.factors import Dense, Later, Outer, Rows, Term, at_least_float
 from dpkernels.forming import outer_rows
 from dpkernels.nested import flat_tensors
 
@@ -176,8 +176,9 @@ class Tape:
     def add_outer(self, parameter: Tracked, a: Tensor, g: Tensor) -> None:
         """The term sum_t g_t a_t^T, from a [B, T, width] and g [B, T, height]: as factors, or formed."""
         length, height, width = a.shape[1], g.shape[2], a.shape[2]
-        way = planner.choose(self.batch, length, height, width, self.room if length > 1 else 0)
-        self.note(parameter, way, length, height, width)
+        itemsize = at_least_float(g[:0]).element_size()
+        way = planner.choose(self.batch, length, height, width, self.room if length > 1 else 0, itemsize)
+        self.note(parameter, way, length, height, width, itemsize)
         if way is not planner.Way.KEEP:
             self.add(parameter, Outer(a, g))
         elif parameter._value.dim() == 2 and parameter._value.stride(0) < parameter._value.stride(1):
@@ -193,11 +194,14 @@ class Tape:
             self._room = self._room()
         return self._room
 
-    def note(self, parameter: Tracked, way: planner.Way, length: int, height: int, width: int) -> None:
+    def note(
+        self, parameter: Tracked, way: planner.Way, length: int, height: int, width: int, itemsize: int = 4
+    ) -> None:
         """What is done with the rows of one use of a parameter: for `explain`, and what it takes off the room."""
-        self.choices.append(planner.choice(parameter._label, self.op, way, self.batch, length, height, width))
-        if way is planner.Way.KEEP:
-            self._room = self.room - planner.stored_bytes(self.batch, height, width)
+        chosen = planner.choice(parameter._label, self.op, way, self.batch, length, height, width, itemsize)
+        self.choices.append(chosen)
+        if chosen.stored_bytes:
+            self._room = self.room - chosen.stored_bytes
 
     def add_aligned(self, parameter: Tracked, gradient: Tensor) -> None:
         """The gradient of a derived parameter of which sample i uses line i alone."""

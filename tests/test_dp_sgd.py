@@ -192,3 +192,35 @@ def test_optimizer_must_be_one():
             noise_multiplier=1.0,
             expected_batch_size=4,
         )
+
+
+def test_an_interrupted_step_shows_no_sum_without_noise(monkeypatch):
+    torch.manual_seed(0)
+    model, _, x, y = models.ZOO["cnn"]()
+    algorithm = make(model)
+    algorithm.step(x, y)
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch.ops.dpkernels, "weighted_sum_", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        algorithm.step(x, y)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_gradients_are_written_again_unless_let_go():
+    torch.manual_seed(0)
+    model, _, x, y = models.ZOO["cnn"]()
+    algorithm = make(model)
+    algorithm.step(x, y)
+    first = {name: p.grad for name, p in model.named_parameters()}
+    copies = {name: grad.clone() for name, grad in first.items()}
+    versions = {name: grad._version for name, grad in first.items()}
+    algorithm.optimizer.zero_grad()
+    algorithm.step(x, y)
+    assert all(torch.equal(first[name], copy) for name, copy in copies.items())
+    second = {name: p.grad for name, p in model.named_parameters()}
+    algorithm.step(x, y)
+    assert all(p.grad is second[name] for name, p in model.named_parameters())
+    assert all(p.grad._version > versions[name] for name, p in model.named_parameters()), "autograd must see the write"

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import dpkernels as dpk
+from dpkernels import planner, sums
 from tests import models, truth
 
 NAMES = ["gpt", "three_uses", "overlapping_views", "routed", "weight_norm", "lstm"]
@@ -178,3 +179,65 @@ def test_mistakes_are_named():
         with pytest.raises(ValueError, match=word):
             mistake()
     assert "6 rows of" in repr(rows)
+
+
+def _one_linear(x, g, **options):
+    """Rows g x^T of a linear layer, from factors as they are."""
+    model = nn.Linear(x.shape[-1], g.shape[-1], bias=False)
+    return dpk.per_sample_gradients(model, lambda y, t: (y * t).flatten(1).sum(1), x, g, **options)
+
+
+@pytest.mark.parametrize("way", planner.Way)
+@pytest.mark.parametrize("length", [1, 3])
+@pytest.mark.parametrize(
+    ("x", "g", "clip"), [(1e22, 1e22, 1.0), (5e37, 1e-2, 1e-6), (1e-30, 1e-12, 1e-44), (3e18, 1, 1)]
+)
+def test_the_bound_at_the_ends_of_float32(x, g, clip, length, way):
+    """Coefficients, or their products with factors, that float32 can hardly hold."""
+    torch.manual_seed(0)
+    with planner.forced(way):
+        rows = _one_linear(x * torch.randn(1, length, 4), g * torch.randn(1, length, 3))
+        released = truth.flat_sum(rows.clip_sum(clip, dtype=None).sum)
+    assert float(released.norm()) <= clip * (1 + 1e-6) + 2.0**-140  # the sum itself is rounded to float32
+    assert released.isfinite().all()
+
+
+def test_automatic_clipping_of_what_float32_cannot_hold():
+    for rule in (dpk.clipping.Automatic(1.0), dpk.clipping.Automatic(1.0, 1e-39)):
+        for x, g in ((1e-40, 1e37), (1e-20, 1e-20), (0.0, 1.0)):
+            total = _one_linear(torch.full((1, 4), x), torch.full((1, 3), g)).clip_sum(rule).sum["weight"]
+            assert total.isfinite().all()
+            assert float(total.norm()) <= 1.0
+            assert x > 0 or not total.any()
+
+
+def test_float64_factors_whose_squares_underflow():
+    rows = _one_linear_in_float64(1e-162, 7e153)
+    assert float(rows.clip_sum(1e-9).sum["weight"].norm()) <= 1e-9
+
+
+def _one_linear_in_float64(x, g):
+    model = nn.Linear(4000, 3, bias=False).double()
+    x, g = torch.full((1, 4000), x, dtype=torch.float64), torch.full((1, 3), g, dtype=torch.float64)
+    return dpk.per_sample_gradients(model, lambda y, t: (y * t).sum(1), x, g)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_sums_of_any_type(dtype):
+    *_, rows = recorded("cnn", torch.float32)
+    exact = rows.clip_sum(0.3, dtype=torch.float64).sum
+    for name, total in rows.clip_sum(
+        0.3, dtype=dtype, out={name: t.to(dtype) for name, t in exact.items()}
+    ).sum.items():
+        assert total.dtype == dtype
+        torch.testing.assert_close(total, exact[name].to(dtype), rtol=2e-2, atol=1e-4)
+
+
+def test_rounding_of_matrix_products_that_the_user_allowed_is_not_used(monkeypatch):
+    """A coarser float32 product would round c * g after the coefficient was made."""
+    *_, rows = recorded("gpt", torch.float32)
+    wanted = rows.clip_sum(0.3, dtype=torch.float64).sum
+    monkeypatch.setattr(sums, "full_precision", lambda device: False)
+    monkeypatch.setattr(sums, "product_sum", None)
+    for name, total in rows.clip_sum(0.3).sum.items():
+        torch.testing.assert_close(total.double(), wanted[name], rtol=1e-6, atol=1e-8)

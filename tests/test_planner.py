@@ -54,6 +54,8 @@ def test_bad_budgets():
             dpk.per_sample_gradients(model, lambda y, t: y[:, 0], torch.randn(3, 2), torch.zeros(3), max_bytes=bad)
     with pytest.raises(ValueError, match="model: got a int"):
         dpk.explain(3, torch.randn(2, 2))
+    with pytest.raises(ValueError, match="inputs: has no samples"):
+        dpk.explain(model, torch.randn(0, 2))
     with pytest.raises(ValueError, match="model: returned no tensor"):
         dpk.explain(models.Function(lambda m, x: x.argmax(1), w=torch.ones(2)), torch.randn(3, 2))
 

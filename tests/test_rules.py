@@ -271,3 +271,15 @@ def test_the_fallback_says_so_once(monkeypatch):
             warnings.simplefilter("always")
             dpk.per_sample_gradients(model, weighing, x, torch.rand(3))
         assert sum("prelu has no rule of its own" in str(w.message) for w in said) == expected
+
+
+def test_group_norm_without_places():
+    """Of [B, C], and of [B * T, C]: a channel is one number."""
+    truth.check(
+        nn.Sequential(nn.Linear(6, 8), nn.GroupNorm(2, 8)),
+        lambda y, t: y.pow(3).sum(1),
+        torch.randn(5, 6),
+        torch.zeros(5),
+    )
+    model = Function(lambda m, x: m.norm(x.reshape(-1, 8)).view(x.shape), norm=nn.GroupNorm(4, 8))
+    truth.check(model, lambda y, t: y.pow(3).sum((1, 2)), torch.randn(5, 3, 8), torch.zeros(5))

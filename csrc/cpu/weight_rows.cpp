@@ -83,7 +83,7 @@ Tensor form_outer(const Tensor& a_given, const Tensor& g_given, float* out) {
   const auto panel_start = [&](int64_t p) { return p * vectors_in_all / panels * k.lanes; };  // about equally wide
   const int64_t blocks = divide_up(height, k.block);
   const int64_t parts = std::min(std::max<int64_t>(panels, 1), divide_up(units_wanted, std::max<int64_t>(batch, 1)));
-  std::vector<double> squares(static_cast<size_t>(batch * parts), 0.0);
+  std::vector<double> squares(static_cast<size_t>(batch * panels), 0.0);
   parallel_for(0, batch * parts, 1, [&](int64_t begin, int64_t end) {
     for (int64_t unit = begin; unit < end; ++unit) {
       const int64_t b = unit / parts, part = unit % parts;
@@ -98,8 +98,8 @@ Tensor form_outer(const Tensor& a_given, const Tensor& g_given, float* out) {
       }
       float* panel = scratch(1, places_at_a_time * tile);
       float* tiles = scratch(2, blocks * k.block * tile);
-      double square = 0.0;
       for (int64_t p = panels * part / parts; p < panels * (part + 1) / parts; ++p) {
+        double& square = squares[static_cast<size_t>(b * panels + p)];
         const int64_t first = panel_start(p), columns = std::min(panel_start(p + 1), width) - first;
         const int64_t vectors = divide_up(columns, k.lanes), run = vectors * k.lanes;
         for (int64_t t0 = 0; t0 < length || t0 == 0; t0 += places_at_a_time) {
@@ -117,7 +117,6 @@ Tensor form_outer(const Tensor& a_given, const Tensor& g_given, float* out) {
           }
         }
       }
-      squares[static_cast<size_t>(unit)] = square;
     }
     fence();
   });
@@ -223,7 +222,7 @@ std::tuple<Tensor, Tensor> conv_rows(const Tensor& x_given, const Tensor& g_give
   const int64_t blocks = divide_up(s.outputs, k.block), samples_groups = s.batch * groups;
   const int64_t parts =
       std::min(std::max<int64_t>(blocks, 1), divide_up(units_wanted, std::max<int64_t>(samples_groups, 1)));
-  std::vector<double> squares(static_cast<size_t>(samples_groups * parts), 0.0);
+  std::vector<double> squares(static_cast<size_t>(samples_groups * blocks), 0.0);
   parallel_for(0, samples_groups * parts, 1, [&](int64_t begin, int64_t end) {
     int64_t packed_for = -1;
     for (int64_t unit = begin; unit < end; ++unit) {
@@ -234,12 +233,13 @@ std::tuple<Tensor, Tensor> conv_rows(const Tensor& x_given, const Tensor& g_give
       float* g_packed = scratch(1, s.places() * k.block);
       float* tile = scratch(2, k.block * (row + slack));
       float* turned = scratch(3, row);
-      double square = 0.0;
       for (int64_t b = blocks * part / parts; b < blocks * (part + 1) / parts; ++b) {
+        double& square = squares[static_cast<size_t>(group * blocks + b)];
         const int64_t first = b * k.block;
         const int lines = static_cast<int>(std::min<int64_t>(k.block, s.outputs - first));
         k.interleave(g_data + (group * s.outputs + first) * s.places(), s.places(), lines, s.places(), g_packed,
                      k.block);
+        if (s.places() == 0) std::fill_n(tile, lines * (row + slack), 0.0f);
         conv_tile(s, k, g_packed, lines, packed, tile, row + slack);
         for (int m = 0; m < lines; ++m) {
           const float* from = tile + m * (row + slack);
@@ -251,7 +251,6 @@ std::tuple<Tensor, Tensor> conv_rows(const Tensor& x_given, const Tensor& g_give
           square += k.finish(from, row, 1, row, to, row, past_caches);
         }
       }
-      squares[static_cast<size_t>(unit)] = square;
     }
     fence();
   });

@@ -46,7 +46,9 @@ void weighted_sum_(Tensors sums, std::vector<bool> filled, const Tensors& rows, 
   int64_t first = 0;
   for (size_t i = 0; i < sums.size(); ++i) {
     STD_TORCH_CHECK(sums[i].is_contiguous(), "dpkernels: sums must be contiguous");
-    const bool wide = element_of(sums[i]) == Element::f64;
+    const Element element = element_of(sums[i]);
+    STD_TORCH_CHECK(element == Element::f64 || element == Element::f32, "dpkernels: sums must be float32 or float64");
+    const bool wide = element == Element::f64;
     targets.push_back({static_cast<char*>(sums[i].mutable_data_ptr()), wide, filled[i], first, {}});
     const int64_t size = sums[i].numel();
     for (int64_t start = 0; start < size; start += tile_elements) {

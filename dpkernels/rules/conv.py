@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dpkernels import planner
 from dpkernels.factors import Later, chunks
-from dpkernels.forming import conv_rows, forms_alike
+from dpkernels.forming import conv_rows, is_native
 from dpkernels.rules.fallback import fallback
 from dpkernels.rules.registry import named, plain, reduced, reduced_to_channels, rule, tracked
 from dpkernels.tape import Tape, Tracked
@@ -48,7 +48,7 @@ def _conv(
 
             in_order = layout.dim == 0 and layout.rows == 1 and layout.lines is None
             height, width, length = shape[0], shape[1:].numel(), g.shape[2:].numel()
-            if planner.fits(tape.batch, height, width, tape.room) or not in_order or not forms_alike(x):
+            if planner.fits(tape.batch, height, width, tape.room) or not in_order or not is_native(x):
                 tape.note(weight, planner.Way.KEEP, length, height, width)
                 rows, squares = form(slice(None))
                 if in_order:

@@ -64,7 +64,8 @@ def group_norm(
         return F.group_norm(x, num_groups, w, b, eps)
 
     def rows(x: Tensor, g: Tensor, w: Tensor, needed: bool) -> tuple[Tensor, Tensor, Tensor]:
-        return torch.ops.dpkernels.group_norm_rows(x.flatten(2), g.flatten(2), w, num_groups, eps, needed)  # type: ignore[no-any-return]
+        places = (*x.shape[:2], x.shape[2:].numel())
+        return torch.ops.dpkernels.group_norm_rows(x.reshape(places), g.reshape(places), w, num_groups, eps, needed)  # type: ignore[no-any-return]
 
     return _over_channels(tape, "group_norm", normalise, input, weight, bias, rows)
 
