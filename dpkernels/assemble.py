@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from dpkernels import factors
-from dpkernels.per_sample import Part, PerSample, Place, Shape
+from dpkernels.per_sample import PerSample
+from dpkernels.placing import Part, Place, Shape
 from dpkernels.tape import Tape, Tracked
 
 

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from dpkernels import planner, self_check
 from dpkernels.members import Members, members_of
 from dpkernels.nested import flat_tensors
-from dpkernels.per_sample import PerSample, Shape
+from dpkernels.per_sample import PerSample
+from dpkernels.placing import Shape
 from dpkernels.record import LossFunction, record
 
 

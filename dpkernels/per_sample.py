@@ -14,56 +14,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dpkernels import checks, clipping, factors, inner, sums
+from dpkernels import checks, clipping, factors, inner, placing, sums
 from dpkernels.dense import ClippedSum, norm_rule, take_release
 from dpkernels.noise import Gaussian
+from dpkernels.placing import Part, Shape
 from dpkernels.reference import wide_type
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What a parameter looks like."""
-
-    size: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-
-    @property
-    def matrix(self) -> tuple[int, int]:
-        """Height and width of the parameter seen as a matrix."""
-        height = self.size[0] if self.size else 1
-        return height, math.prod(self.size[1:])
-
-
-@dataclass(frozen=True)
-class Place:
-    """Which elements of a contiguous parameter a matrix of factors stands for: its geometry as a strided view."""
-
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-
-    def of(self, whole: Tensor) -> Tensor:
-        """Those elements of a contiguous tensor [..., *parameter shape], in the shape of the view."""
-        lead = whole.dim() - 1  # the parameter is flattened
-        outer = whole.stride()[:lead]
-        return whole.as_strided(
-            (*whole.shape[:lead], *self.size), (*outer, *self.stride), whole.storage_offset() + self.offset
-        )
-
-
-@dataclass(frozen=True)
-class Part:
-    """Factors, and where in the parameter they belong: None for all of it, in order."""
-
-    place: Place | None
-    matrix: factors.Matrix
 
 
 class PerSample:
@@ -76,7 +36,7 @@ class PerSample:
     def __init__(self, batch_size: int, shapes: Mapping[str, Shape], parts: Mapping[str, list[Part]]) -> None:
         self._batch_size = batch_size
         self._shapes = dict(shapes)
-        self._parts = {name: _separate(shape, parts.get(name, []), batch_size) for name, shape in shapes.items()}
+        self._parts = {name: placing.separate(shape, parts.get(name, []), batch_size) for name, shape in shapes.items()}
 
     @property
     def batch_size(self) -> int:
@@ -96,14 +56,14 @@ class PerSample:
         self._check_other(other)
         total = self._zeros(self.batch_size)
         for name, parts in self._parts.items():
-            for mine, theirs in _matched(self._shapes[name], parts, other._parts[name]):
+            for mine, theirs in placing.matched(self._shapes[name], parts, other._parts[name]):
                 total += inner.inner(mine, theirs)
         return total.to(self._norms(total[:, None]).dtype)
 
     def materialize(self) -> dict[str, Tensor]:
         """The rows themselves, a tensor [B, ...] for each parameter: as large as B models. NOT private."""
         return {
-            name: _formed(self._shapes[name], parts, self.batch_size).to(wide_type(self._shapes[name].dtype))
+            name: placing.formed(self._shapes[name], parts, self.batch_size).to(wide_type(self._shapes[name].dtype))
             for name, parts in self._parts.items()
         }
 
@@ -134,6 +94,7 @@ class PerSample:
         """
         rule, bounds, stability = norm_rule(clip, len(self._shapes))
         self._check_sums(onto)
+        scale = checks.number("scale", scale, low=-math.inf)
         exact = onto is not None or dtype == torch.float64
         squares, uppers = self._squares(rounded=not exact)
         keep = uppers.sum(1).isfinite()
@@ -189,7 +150,7 @@ class PerSample:
                 lines = total.new_zeros(matrix.height, matrix.width)
                 for samples, low, high in factors.pieces(matrix):
                     lines[low:high] += factors.block(matrix, samples, low, high).clamp(-limit, limit).sum(0)
-                _add(total, part.place, lines)
+                placing.add(total, part.place, lines)
             totals.append(total.view(shape.size))
         width = sum(shape.size.numel() for shape in self._shapes.values())
         sensitivity = limit * math.sqrt(width) if width else 0.0
@@ -218,7 +179,7 @@ class PerSample:
             return NotImplemented
         self._check_other(other)
         parts = {
-            name: _difference(shape, self._parts[name], other._parts[name], self.batch_size)
+            name: placing.difference(shape, self._parts[name], other._parts[name], self.batch_size)
             for name, shape in self._shapes.items()
         }
         return PerSample(self.batch_size, self._shapes, parts)
@@ -294,7 +255,7 @@ class PerSample:
     def _exact(self, shape: Shape, parts: list[Part], weights: Tensor, keep: Tensor | None = None) -> Tensor:
         total = self._zeros(shape.size.numel())
         for part in parts:
-            _add(total, part.place, sums.exact_sum(factors.zero_samples(part.matrix, keep), weights))
+            placing.add(total, part.place, sums.exact_sum(factors.zero_samples(part.matrix, keep), weights))
         return total.view(shape.size)
 
     def _norms(self, squares: Tensor) -> Tensor:
@@ -325,76 +286,3 @@ def _stored(parts: list[Part]) -> tuple[list[Tensor], list[Part]]:
         else:
             others.append(part)
     return stored, others
-
-
-def _add(total: Tensor, place: Place | None, lines: Tensor) -> None:
-    """total, a flat parameter, += lines at their place."""
-    if place is None:
-        total += lines.flatten()
-    else:
-        place.of(total).add_(lines.view(place.size))
-
-
-def _formed(shape: Shape, parts: list[Part], batch: int) -> Tensor:
-    """The rows of one parameter, [B, *size] in float64."""
-    total = torch.zeros((batch, shape.size.numel()), dtype=torch.float64, device=shape.device)
-    for part in parts:
-        for samples, low, high in factors.pieces(part.matrix):
-            lines = factors.block(part.matrix, samples, low, high)
-            target = total[samples]
-            if part.place is None:
-                width = part.matrix.width
-                target[:, low * width : high * width] += lines.flatten(1)
-            else:
-                whole = lines.new_zeros((len(lines), part.matrix.height, part.matrix.width))
-                whole[:, low:high] = lines
-                view = part.place.of(target)
-                view += whole.view(view.shape)
-    return total.view(batch, *shape.size)
-
-
-def _separate(shape: Shape, parts: list[Part], batch: int) -> list[Part]:
-    """The parts, if no two of them share an element of the parameter; else one dense part that is their sum.
-
-    A row is what is stored: where parts overlap, the dense sum as rounded is the row from here on.
-    """
-    if len(parts) <= 1:
-        return parts
-    taken = torch.zeros(shape.size.numel(), dtype=torch.bool)
-    for part in parts:
-        view = taken if part.place is None else part.place.of(taken)
-        if view.any():
-            return [_dense_part(shape, parts, batch)]
-        view.fill_(True)
-    return parts
-
-
-def _dense_part(shape: Shape, parts: list[Part], batch: int) -> Part:
-    height, width = shape.matrix
-    values = _formed(shape, parts, batch).view(batch, height, width).to(wide_type(shape.dtype))
-    return Part(None, factors.Matrix(batch, height, width, dense=factors.Dense(values)))
-
-
-def _matched(shape: Shape, mine: list[Part], theirs: list[Part]) -> list[tuple[factors.Matrix, factors.Matrix]]:
-    """Pairs of matrices whose inner products add up to that of the two lists."""
-    if not mine or not theirs:
-        return []
-    if _same_places(mine, theirs):
-        return [(a.matrix, b.matrix) for a, b in zip(mine, theirs, strict=True)]
-    batch = mine[0].matrix.batch
-    return [(_dense_part(shape, mine, batch).matrix, _dense_part(shape, theirs, batch).matrix)]
-
-
-def _same_places(mine: list[Part], theirs: list[Part]) -> bool:
-    return [(p.place, p.matrix.height, p.matrix.width) for p in mine] == [
-        (p.place, p.matrix.height, p.matrix.width) for p in theirs
-    ]
-
-
-def _difference(shape: Shape, mine: list[Part], theirs: list[Part], batch: int) -> list[Part]:
-    if not mine and not theirs:
-        return []
-    if _same_places(mine, theirs):
-        return [Part(a.place, factors.difference(a.matrix, b.matrix)) for a, b in zip(mine, theirs, strict=True)]
-    both = [*mine, *(Part(p.place, factors.scaled(p.matrix, -1.0)) for p in theirs)]
-    return [_dense_part(shape, both, batch)] if len(both) > 1 else both

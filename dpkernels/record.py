@@ -25,7 +25,8 @@ from dpkernels.rules import RULES
 from dpkernels.rules.broadcast import expanded
 from dpkernels.rules.fallback import fallback
 from dpkernels.rules.norm import refuse_mixing
-from dpkernels.tape import LOST, Plan, RecordingError, Tape, Tracked, no_autocast
+from dpkernels.tape import LOST, Plan, RecordingError, Tape, Tracked
+from dpkernels.taps import no_autocast
 
 LossFunction = Callable[[Any, Any], Tensor]
 

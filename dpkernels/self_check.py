@@ -40,7 +40,8 @@ from dpkernels.record import (
     refuse_bypass,
     running,
 )
-from dpkernels.tape import Plan, RecordingError, Tape, no_autocast
+from dpkernels.tape import Plan, RecordingError, Tape
+from dpkernels.taps import no_autocast
 
 _proven: weakref.WeakKeyDictionary[nn.Module, dict[Any, Plan]] = weakref.WeakKeyDictionary()
 

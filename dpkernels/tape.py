@@ -14,7 +14,7 @@ shape; `dpkernels.self_check` proves that reading, and its result is the plan fo
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -25,14 +25,12 @@ from dpkernels import planner
 from dpkernels.factors import Dense, Later, Outer, Rows, Term, at_least_float
 from dpkernels.forming import outer_rows
 from dpkernels.nested import flat_tensors
+from dpkernels.taps import RecordingError as RecordingError
+from dpkernels.taps import Replaced, Tap, is_whole_view
 
 Plan = dict[str, set[str]]  # op and parameter: kinds of Layout
 Mark = bool | Tensor | Literal["lost"]  # see dpkernels.lines
 LOST: Literal["lost"] = "lost"
-
-
-class RecordingError(ValueError):
-    """A model, or an op in it, whose per-sample gradients cannot be had exactly."""
 
 
 @dataclass(frozen=True)
@@ -349,16 +347,16 @@ class Tape:
         `fresh` outputs were not and are handed on; a `view` of a parameter is handed on for reading.
         """
         shapes = [t.shape for t in outputs]
-        if kind == "fresh" and any(_is_whole_view(t) for t in outputs):
+        if kind == "fresh" and any(is_whole_view(t) for t in outputs):
             # Writing into a view copies its gradient twice in backward: tap what it is a view of.
-            bases = tuple(t._base if _is_whole_view(t) else t for t in outputs)
+            bases = tuple(t._base if is_whole_view(t) else t for t in outputs)
 
             def write_shaped(saved: tuple[Tensor, ...], gradients: tuple[Tensor | None, ...]) -> None:
                 write(saved, tuple(None if g is None else g.view(s) for g, s in zip(gradients, shapes, strict=True)))
 
-            tapped = _Tap.apply(self.anchor, self, write_shaped, kind, len(bases), *bases, *saved)
+            tapped = Tap.apply(self.anchor, self, write_shaped, kind, len(bases), *bases, *saved)
             return tuple(t.view(s) for t, s in zip(tapped, shapes, strict=True))
-        return _Tap.apply(self.anchor, self, write, kind, len(outputs), *outputs, *saved)  # type: ignore[no-any-return]
+        return Tap.apply(self.anchor, self, write, kind, len(outputs), *outputs, *saved)  # type: ignore[no-any-return]
 
     def replace(
         self,
@@ -371,77 +369,4 @@ class Tape:
         `backward(input, gradient, write, needed)` writes the terms, if `write`, and returns the gradient of the input,
         if `needed`.
         """
-        return _Replaced.apply(self.anchor, self, backward, output, input)  # type: ignore[no-any-return]
-
-
-def _is_whole_view(t: Tensor) -> bool:
-    """Whether a tensor is all of another one in another shape, as the output of a linear layer of sequences is."""
-    base = t._base
-    return base is not None and base.is_contiguous() and t.is_contiguous() and base.numel() == t.numel()
-
-
-class _Tap(torch.autograd.Function):
-    """Identity on the outputs; its backward writes the terms. Saved tensors obey checkpointing like any op's."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, anchor: Tensor, tape: Tape, write: Callable[..., None], kind: str, count: int, *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
-        outputs, saved = tensors[:count], tensors[count:]
-        ctx.save_for_backward(*saved)
-        ctx.set_materialize_grads(False)
-        ctx.tape, ctx.write, ctx.op, ctx.saved_count = tape, write, tape.op, len(saved)
-        if kind == "fresh":
-            ctx.mark_dirty(*outputs)
-            return outputs
-        return tuple(t.view_as(t) if kind == "view" else t.clone() for t in outputs)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        _refuse_second_derivative(ctx.tape)
-        if ctx.tape.in_backward and any(g is not None for g in gradients):
-            saved = ctx.saved_tensors  # a checkpoint recomputes here, recorded
-            with torch._C.DisableTorchFunction(), torch.no_grad(), no_autocast():
-                ctx.tape.op = ctx.op
-                ctx.write(saved, gradients)
-        return (None, None, None, None, None, *gradients, *(None for _ in range(ctx.saved_count)))
-
-
-class _Replaced(torch.autograd.Function):
-    """An op whose backward is the library's own."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, anchor: Tensor, tape: Tape, write: Callable[..., Any], output: Tensor, input: Tensor
-    ) -> Tensor:
-        ctx.save_for_backward(input)
-        ctx.tape, ctx.write, ctx.op = tape, write, tape.op
-        ctx.mark_dirty(output)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        tape: Tape = ctx.tape
-        _refuse_second_derivative(tape)
-        (input,) = ctx.saved_tensors  # a checkpoint recomputes here, recorded
-        with torch._C.DisableTorchFunction(), torch.no_grad(), no_autocast():
-            tape.op = ctx.op
-            found = ctx.write(input, gradients[0], tape.in_backward, ctx.needs_input_grad[4])
-        return None, None, None, None, found
-
-
-def _refuse_second_derivative(tape: Tape) -> None:
-    if not tape.in_backward and torch.is_grad_enabled():
-        raise RecordingError(
-            "the model differentiates within its forward (create_graph=True): gradients of gradients are not recorded"
-        )
-
-
-@contextlib.contextmanager
-def no_autocast() -> Iterator[None]:
-    """Autocast off, for every kind of device it may be on for."""
-    with contextlib.ExitStack() as stack:
-        for device in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(device):
-                stack.enter_context(torch.autocast(device, enabled=False))
-        yield
+        return Replaced.apply(self.anchor, self, backward, output, input)  # type: ignore[no-any-return]

@@ -1,0 +1,94 @@
+"""What a recording adds to autograd's graph: taps, which turn a gradient that passes into terms of rows."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from dpkernels.tape import Tape
+
+
+class RecordingError(ValueError):
+    """A model, or an op in it, whose per-sample gradients cannot be had exactly."""
+
+
+def is_whole_view(t: Tensor) -> bool:
+    """Whether a tensor is all of another one in another shape, as the output of a linear layer of sequences is."""
+    base = t._base
+    return base is not None and base.is_contiguous() and t.is_contiguous() and base.numel() == t.numel()
+
+
+class Tap(torch.autograd.Function):
+    """Identity on the outputs; its backward writes the terms. Saved tensors obey checkpointing like any op's."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: Tensor, tape: Tape, write: Callable[..., None], kind: str, count: int, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Hand the outputs on."""
+        outputs, saved = tensors[:count], tensors[count:]
+        ctx.save_for_backward(*saved)
+        ctx.set_materialize_grads(False)
+        ctx.tape, ctx.write, ctx.op, ctx.saved_count = tape, write, tape.op, len(saved)
+        if kind == "fresh":
+            ctx.mark_dirty(*outputs)
+            return outputs
+        return tuple(t.view_as(t) if kind == "view" else t.clone() for t in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        """Write the terms, and hand the gradients on."""
+        _refuse_second_derivative(ctx.tape)
+        if ctx.tape.in_backward and any(g is not None for g in gradients):
+            saved = ctx.saved_tensors  # a checkpoint recomputes here, recorded
+            with torch._C.DisableTorchFunction(), torch.no_grad(), no_autocast():
+                ctx.tape.op = ctx.op
+                ctx.write(saved, gradients)
+        return (None, None, None, None, None, *gradients, *(None for _ in range(ctx.saved_count)))
+
+
+class Replaced(torch.autograd.Function):
+    """An op whose backward is the library's own."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: Tensor, tape: Tape, write: Callable[..., Any], output: Tensor, input: Tensor
+    ) -> Tensor:
+        """Hand the output on."""
+        ctx.save_for_backward(input)
+        ctx.tape, ctx.write, ctx.op = tape, write, tape.op
+        ctx.mark_dirty(output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        """Write the terms; the gradient of the input."""
+        tape: Tape = ctx.tape
+        _refuse_second_derivative(tape)
+        (input,) = ctx.saved_tensors  # a checkpoint recomputes here, recorded
+        with torch._C.DisableTorchFunction(), torch.no_grad(), no_autocast():
+            tape.op = ctx.op
+            found = ctx.write(input, gradients[0], tape.in_backward, ctx.needs_input_grad[4])
+        return None, None, None, None, found
+
+
+def _refuse_second_derivative(tape: Tape) -> None:
+    if not tape.in_backward and torch.is_grad_enabled():
+        raise RecordingError(
+            "the model differentiates within its forward (create_graph=True): gradients of gradients are not recorded"
+        )
+
+
+@contextlib.contextmanager
+def no_autocast() -> Iterator[None]:
+    """Autocast off, for every kind of device it may be on for."""
+    with contextlib.ExitStack() as stack:
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield
