@@ -88,7 +88,7 @@ def table(results: list[Result]) -> str:
     for result in results:
         for peer, (lower, median, upper) in result.ratios.items():
             met = result.met(peer)
-            speed = f" = {1 / median:.1f}x faster" if peer != "read" else ""
+            speed = f" = {1 / median:.1f}x faster" if peer not in ("read", "SGD") else ""  # the limits
             rows.append(
                 (
                     result.case,
