@@ -150,7 +150,8 @@ def group_norm_rows(
 
 def _normalised_backward(x: Tensor, g: Tensor, normalised: Tensor, epsilon: float) -> Tensor:
     """The gradient of x, normalised over its last two dimensions, from that of the result."""
-    inverse = (x.var((2, 3), correction=0, keepdim=True) + epsilon).rsqrt()
+    variance = (x - x.mean((2, 3), keepdim=True)).square().mean((2, 3), keepdim=True)
+    inverse = (variance + epsilon).rsqrt()
     return inverse * (g - g.mean((2, 3), keepdim=True) - normalised * (g * normalised).mean((2, 3), keepdim=True))
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import dpkernels as dpk
-from dpkernels import planner
+from dpkernels import ops, planner
 from dpkernels.planner import Way
 from tests import models, truth
 
@@ -72,6 +72,7 @@ def test_kept_rows_of_a_transposed_weight(way):
         truth.check(model, lambda y, t: y.square().sum((1, 2)), torch.randn(4, 6, 5), torch.zeros(4))
 
 
+@pytest.mark.skipif(ops.native is None, reason="without native code rows formed again may differ, so they are kept")
 def test_convolutions_keep_the_budget_too():
     """Rows that do not fit are formed twice, and come out the same to the last bit."""
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3, padding=1), nn.Flatten(), nn.Linear(64, 3))
