@@ -29,7 +29,7 @@ class DPSGD:
             no amplification. It is your claim: nothing here sees the sampling.
         clip: a rule instead of `Flat(max_norm)`; its rows must not be longer than `max_norm`.
         micro_batch_size: the most samples to run at a time; a larger batch goes in parts, with noise once.
-        max_bytes: memory that rows of linear layers may take, see `dpk.per_sample_gradients`.
+        max_bytes: memory that rows may take, see `dpk.per_sample_gradients`.
         seed: makes the noise reproducible, and nothing private from whoever knows it.
 
     The tensors in `.grad` are written again by the next step unless `zero_grad` let go of them: clone what you keep.

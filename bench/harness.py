@@ -20,6 +20,7 @@ import torch
 
 import dpkernels
 from dpkernels import ops
+from dpkernels.columns import aligned
 
 
 @dataclass
@@ -98,8 +99,7 @@ def table(results: list[Result]) -> str:
                     {True: "met", False: "MISSED", None: ""}[met],
                 )
             )
-    widths = [max(len(row[i]) for row in rows) for i in range(5)]
-    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return aligned(rows)
 
 
 def save(results: list[Result], path: Path) -> None:

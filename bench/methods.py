@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.func import functional_call, grad, vmap
@@ -39,19 +40,23 @@ def ours(task: Task) -> Step:
     return lambda: training.step(task.inputs, task.targets)
 
 
-def opacus_hooks(task: Task) -> Step:
-    warnings.filterwarnings("ignore", message="Full backward hook is firing")
-    from opacus import GradSampleModule
-    from opacus.optimizers import DPOptimizer
-
-    model = GradSampleModule(copy.deepcopy(task.model), loss_reduction="sum")
-    optimizer = DPOptimizer(
+def _opacus_optimizer(kind: Any, model: torch.nn.Module, task: Task) -> Any:
+    warnings.filterwarnings("ignore", message="Full backward hook is firing")  # said at the first step
+    return kind(
         torch.optim.SGD(model.parameters(), lr=RATE),
         noise_multiplier=NOISE,
         max_grad_norm=CLIP,
         expected_batch_size=len(task.inputs),
         loss_reduction="mean",
     )
+
+
+def opacus_hooks(task: Task) -> Step:
+    from opacus import GradSampleModule
+    from opacus.optimizers import DPOptimizer
+
+    model = GradSampleModule(copy.deepcopy(task.model), loss_reduction="sum")
+    optimizer = _opacus_optimizer(DPOptimizer, model, task)
 
     def step() -> None:
         optimizer.zero_grad()
@@ -62,7 +67,6 @@ def opacus_hooks(task: Task) -> Step:
 
 
 def opacus_ghost(task: Task) -> Step:
-    warnings.filterwarnings("ignore", message="Full backward hook is firing")
     from opacus.grad_sample import GradSampleModuleFastGradientClipping
     from opacus.optimizers import DPOptimizerFastGradientClipping
     from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClipping
@@ -70,13 +74,7 @@ def opacus_ghost(task: Task) -> Step:
     model = GradSampleModuleFastGradientClipping(
         copy.deepcopy(task.model), max_grad_norm=CLIP, use_ghost_clipping=True, loss_reduction="mean"
     )
-    optimizer = DPOptimizerFastGradientClipping(
-        torch.optim.SGD(model.parameters(), lr=RATE),
-        noise_multiplier=NOISE,
-        max_grad_norm=CLIP,
-        expected_batch_size=len(task.inputs),
-        loss_reduction="mean",
-    )
+    optimizer = _opacus_optimizer(DPOptimizerFastGradientClipping, model, task)
 
     def step() -> None:
         optimizer.zero_grad()

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,35 +19,55 @@ from bench.models import Task, cnn, gpt, mlp
 from bench.training import timed
 
 RESULTS = Path(__file__).parent.parent / "results"
-SWEEPS: dict[str, tuple[str, Sequence[int], Callable[[int], Task]]] = {
-    "batch": ("samples (CNN)", (16, 32, 64, 128, 256, 512, 1024), cnn),
-    "length": ("tokens of each of 4 sequences (GPT)", (32, 64, 128, 256, 512, 1024, 2048), lambda n: gpt(4, n)),
-    "width": ("width of an MLP, 64 samples", (12, 32, 100, 300, 1000, 2048), lambda n: mlp(64, n)),
+
+
+def parameters(task: Task) -> int:
+    return sum(p.numel() for p in task.model.parameters())
+
+
+# by name: what is on the axis, how it is read off a task, and the tasks
+SWEEPS: dict[str, tuple[str, Callable[[Task], int], list[Callable[[], Task]]]] = {
+    "batch": (
+        "samples (CNN)",
+        lambda task: len(task.inputs),
+        [partial(cnn, n) for n in (16, 32, 64, 128, 256, 512, 1024)],
+    ),
+    "length": (
+        "tokens of each of 4 sequences (GPT)",
+        lambda task: task.inputs.shape[1],
+        [partial(gpt, 4, n) for n in (32, 64, 128, 256, 512, 1024, 2048)],
+    ),
+    "width": (
+        "parameters of an MLP, 64 samples",
+        parameters,
+        [partial(mlp, 64, n) for n in (12, 32, 100, 300, 1000, 2048)],
+    ),
 }
 
 
-def sweep(sizes: Sequence[int], make: Callable[[int], Task], rounds: int = 7) -> list[tuple[int, float, float]]:
-    """(size, or number of parameters for an MLP; seconds of SGD; seconds of ours)."""
+def sweep(
+    size_of: Callable[[Task], int], tasks: list[Callable[[], Task]], rounds: int = 7
+) -> list[tuple[int, float, float]]:
+    """(size, seconds of SGD, seconds of ours) for each task."""
     rows = []
-    for size in sizes:
-        task = make(size)
+    for make in tasks:
+        task = make()
         steps = [plain(task), ours(task)]
         for step in steps:
             step()
         rounds_taken = [[timed(step) for step in steps] for _ in range(rounds)]
         theirs, mine = (statistics.median(column) for column in zip(*rounds_taken, strict=True))
-        x = sum(p.numel() for p in task.model.parameters()) if make is SWEEPS["width"][2] else size
-        rows.append((x, theirs, mine))
-        print(f"  {x:>9}  SGD {1e3 * theirs:9.2f} ms  ours {1e3 * mine:9.2f} ms  {mine / theirs:5.2f}x", flush=True)
+        size = size_of(task)
+        rows.append((size, theirs, mine))
+        print(f"  {size:>9}  SGD {1e3 * theirs:9.2f} ms  ours {1e3 * mine:9.2f} ms  {mine / theirs:5.2f}x", flush=True)
     return rows
 
 
 def main() -> None:
     torch.manual_seed(0)
-    for name, (what, sizes, make) in SWEEPS.items():
-        label = "parameters of an MLP, 64 samples" if name == "width" else what
+    for name, (label, size_of, tasks) in SWEEPS.items():
         print(f"\n{label}")
-        rows = sweep(sizes, make)
+        rows = sweep(size_of, tasks)
         lines = {"SGD": [(x, 1e3 * t) for x, t, _ in rows], "dpkernels": [(x, 1e3 * t) for x, _, t in rows]}
         file = RESULTS / f"scaling-{name}.svg"
         plot.save(file, f"A training step against {label}", label, "ms", lines)

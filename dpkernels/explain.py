@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from dpkernels import planner
+from dpkernels.columns import aligned
 from dpkernels.gradients import batch_of, room_for
 from dpkernels.members import members_of
 from dpkernels.nested import flat_tensors
@@ -26,12 +27,10 @@ def explain(model: nn.Module, inputs: Any, *, max_bytes: int | None = None) -> l
 
     `max_bytes` is as in `per_sample_gradients`.
     """
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"model: got a {type(model).__name__}, must be a torch.nn.Module")
+    members = members_of(model)
     batch = batch_of(inputs, None)
     if batch == 0:
         raise ValueError("inputs: has no samples, must have at least one")
-    members = members_of(model)
     choices: list[planner.Choice] = []
 
     def look(tape: Tape) -> None:
@@ -66,12 +65,9 @@ def _table(choices: list[planner.Choice]) -> str:
                 f"{c.stored_bytes / 2**20:.1f} MB" if c.stored_bytes else "-",
             )
         )
-    widths = [max(len(line[i]) for line in lines) for i in range(len(HEADER))]
-    rows = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines]
     total, extra = sum(c.weight_gradient for c in choices), sum(c.extra for c in choices)
     stored = sum(c.stored_bytes for c in choices)
-    rows.append(
-        f"in all: weight gradients {total / 1e6:.1f} MFLOP, extra +{100 * extra / max(total, 1):.0f}%, "
-        f"{stored / 2**20:.1f} MB stored"
+    return (
+        f"{aligned(lines)}\nin all: weight gradients {total / 1e6:.1f} MFLOP, "
+        f"extra +{100 * extra / max(total, 1):.0f}%, {stored / 2**20:.1f} MB stored"
     )
-    return "\n".join(rows)

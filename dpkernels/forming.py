@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,21 +23,8 @@ def is_native(x: Tensor) -> bool:
     return x.dtype != torch.float64 and x.device.type == "cpu" and ops.native is not None
 
 
-def conv_rows(
-    x: Tensor,
-    g: Tensor,
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    groups: int,
-) -> tuple[Tensor, Tensor]:
-    """The weight gradient of each image on its own, [N, O, C / groups, *kernel], and its norm^2.
-
-    From x [N, C, ...] and g [N, O, ...]. `padding` is what comes before x; behind it there is as much as g asks for.
-    """
+def conv_rows(x: Tensor, g: Tensor, *geometry: Any) -> tuple[Tensor, Tensor]:
+    """The weight gradient of each image on its own, and its norm^2; arguments as of `reference.conv_rows`."""
     x, g = at_least_float(x), at_least_float(g)
-    if x.shape[0] == 0:  # no sample was routed here
-        return g.new_zeros(0, g.shape[1], x.shape[1] // groups, *kernel), g.new_zeros(0, dtype=torch.float64)
     form = torch.ops.dpkernels.conv_rows if x.dtype == torch.float32 else reference.conv_rows
-    return form(x, g, kernel, stride, padding, dilation, groups)
+    return form(x, g, *geometry)

@@ -43,12 +43,10 @@ def per_sample_gradients(
     inputs, which costs a few small steps; later calls are one forward and one backward. What a model does only for
     some values or some batch sizes is not seen by that check, and then exact only if it keeps samples apart.
     """
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"model: got a {type(model).__name__}, must be a torch.nn.Module")
+    members = members_of(model)
     if not callable(loss_fn):
         raise ValueError(f"loss_fn: got {loss_fn!r}, must be callable as loss_fn(outputs, targets)")
     batch = batch_of(inputs, targets)
-    members = members_of(model)
     room = room_for(members, max_bytes)
     parameters = members.trainable
     if not parameters:

@@ -99,10 +99,8 @@ def _of_short(matrices: list[Matrix], rounded: bool) -> tuple[Sequence[Tensor], 
         if m.outer is not None
     ]
     squares, raw = (torch.stack(columns, dim=1) for columns in zip(*found, strict=True))
-    enlarged = [1 + (m.height * m.width + m.length + 64) * UNIT for m in matrices]
-    units = [(m.height + m.width + m.length**2 + 64) * UNIT for m in matrices]
-    sizes_ = raw * raw.new_tensor(enlarged) + TINY
-    margins = raw.new_tensor(units) * sizes_.square() + TINY**2
+    sizes_ = raw * raw.new_tensor([_size_margin(m) for m in matrices]) + TINY
+    margins = raw.new_tensor([_gram_margin(m) for m in matrices]) * sizes_.square() + TINY**2
     uppers = squares.clamp(min=0) + margins
     poor = (margins > GRAM_MARGIN * squares) & (sizes_ > 2 * TINY)
     for i in poor.any(0).nonzero().squeeze(1).tolist():
@@ -121,13 +119,23 @@ def sizes(m: Matrix) -> Tensor:
     size = _zeros(m)
     for t in m.terms:
         if isinstance(t, Dense):
-            size += _row_squares([t.values])[0].sqrt()
+            size += (_row_squares([t.values])[0] if t.squares is None else t.squares).sqrt()
             continue
         lines = [x.flatten(0, 1) for x in ((t.a, t.g) if isinstance(t, Outer) else (t.g,))]
         lost = (m.height + m.width) * UNDERFLOW
         norms = [(found + lost).sqrt().view(m.batch, m.length_of(t)) for found in _row_squares(lines)]
         size += (norms[0] * norms[1] if isinstance(t, Outer) else norms[0]).sum(1)
-    return size * (1 + (m.height * m.width + m.length + 64) * UNIT) + TINY
+    return size * _size_margin(m) + TINY
+
+
+def _size_margin(m: Matrix) -> float:
+    """What makes a computed N_i larger than the true one."""
+    return 1 + (m.height * m.width + m.length + 64) * UNIT
+
+
+def _gram_margin(m: Matrix) -> float:
+    """How far inner products of addends may be off, in units of N_i^2."""
+    return (m.height + m.width + m.length**2 + 64) * UNIT
 
 
 def _squared_norm(m: Matrix, rounded: bool) -> tuple[Tensor, Tensor]:
@@ -151,15 +159,13 @@ def _unit(m: Matrix) -> float:
 
 def _by_gram(m: Matrix, size: Tensor) -> tuple[Tensor, Tensor]:
     square = _inner_by_terms(m, m)
-    margin = (m.height + m.width + m.length**2 + 64) * UNIT * size.square() + TINY**2
+    margin = _gram_margin(m) * size.square() + TINY**2
     upper = square.clamp(min=0) + margin
     return _redone(m, square, upper, size, margin > GRAM_MARGIN * square)
 
 
 def _by_tiles(m: Matrix, size: Tensor) -> tuple[Tensor, Tensor]:
-    single = m.outer is not None and m.dense is None and m.rows is None
-    wide = any(not isinstance(t, Dense) and t.g.dtype == torch.float64 for t in m.terms)
-    if not single or wide or m.outer is None or not forming.is_native(m.outer.g):
+    if len(m.terms) > 1 or m.outer is None or not forming.is_native(m.outer.g):
         square = _formed_squares(m)
         return square, _upper_of_formed(m, square, size)
     square = torch.ops.dpkernels.outer_squares(at_least_float(m.outer.a), at_least_float(m.outer.g))
@@ -284,5 +290,5 @@ def _outer_rows(m: Matrix, s: Outer, t: Rows) -> Tensor:
 
 def _zeros(m: Matrix) -> Tensor:
     first = m.terms[0]
-    like = first.values if isinstance(first, Dense) else first.g
+    like = first.of(slice(0, 0)) if isinstance(first, Dense) else first.g
     return like.new_zeros(m.batch, dtype=torch.float64)

@@ -31,6 +31,8 @@ class Members:
 
 def members_of(model: nn.Module) -> Members:
     """As named_modules, named_parameters and named_buffers give them, in a fraction of the time."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model: got a {type(model).__name__}, must be a torch.nn.Module")
     modules = dict(model.named_modules())
     parameters: dict[str, nn.Parameter] = {}
     buffers: dict[str, Tensor] = {}

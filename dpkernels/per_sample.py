@@ -127,11 +127,7 @@ class PerSample:
             owner += [i] * len(stored)
         if totals:
             torch.ops.dpkernels.weighted_sum_(totals, filled, rows, owner, weights.contiguous(), stream, std, scale)
-        result = {
-            name: total.to(dtype or wide_type(shape.dtype))
-            for (name, shape), total in zip(self._shapes.items(), totals, strict=True)
-        }
-        return ClippedSum(result, self._norms(squares))
+        return ClippedSum(self._named(totals, dtype), self._norms(squares))
 
     def clamp_sum(self, bound: float, noise: Gaussian | None = None) -> ClippedSum:
         """Clamp each coordinate of each row to [-bound, bound], sum over samples, add noise.
@@ -142,11 +138,12 @@ class PerSample:
         limit = checks.number("bound", bound, low=0, finite=False)
         squares, uppers = self._squares()
         keep = uppers.sum(1).isfinite()
+        kept = None if bool(keep.all()) else keep
         totals = []
         for name, shape in self._shapes.items():
             total = self._zeros(shape.size.numel())
             for part in self._parts[name]:
-                matrix = factors.zero_samples(part.matrix, keep)
+                matrix = factors.zero_samples(part.matrix, kept)
                 lines = total.new_zeros(matrix.height, matrix.width)
                 for samples, low, high in factors.pieces(matrix):
                     lines[low:high] += factors.block(matrix, samples, low, high).clamp(-limit, limit).sum(0)
@@ -157,11 +154,7 @@ class PerSample:
         stream, std = take_release(noise, sensitivity)
         if stream is not None and totals:
             torch.ops.dpkernels.add_gaussian_(totals, stream, std)
-        result = {
-            name: total.to(wide_type(shape.dtype))
-            for (name, shape), total in zip(self._shapes.items(), totals, strict=True)
-        }
-        return ClippedSum(result, self._norms(squares))
+        return ClippedSum(self._named(totals), self._norms(squares))
 
     def weighted_sums(self, weights: Tensor) -> dict[str, Tensor]:
         """sum_i weights_i row_i, without clipping or noise: NOT private. In float64."""
@@ -219,6 +212,12 @@ class PerSample:
         zeros = self._zeros(self.batch_size, len(self._shapes))
         squares, uppers = (zeros.index_add(1, where, t) if owners else zeros for t in found)
         return squares, uppers * (1 + len(owners) * factors.UNIT)
+
+    def _named(self, totals: list[Tensor], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+        return {
+            name: total.to(dtype or wide_type(shape.dtype))
+            for (name, shape), total in zip(self._shapes.items(), totals, strict=True)
+        }
 
     def _in_range(self, weights: Tensor, bounds: Tensor, keep: Tensor) -> bool:
         """Whether products of factors and coefficients in float32 are far from overflow and underflow.
@@ -280,8 +279,8 @@ def _stored(parts: list[Part]) -> tuple[list[Tensor], list[Part]]:
     stored, others = [], []
     for part in parts:
         m = part.matrix
-        here = isinstance(m.dense, factors.Dense) and not isinstance(m.dense, factors.Later)
-        if part.place is None and len(m.terms) == 1 and here and m.dense is not None:
+        alone = part.place is None and len(m.terms) == 1
+        if alone and m.dense is not None and not isinstance(m.dense, factors.Later):
             stored.append(m.dense.values)
         else:
             others.append(part)

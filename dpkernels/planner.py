@@ -121,7 +121,7 @@ def gram_or_tile(length: int, other: int, height: int, width: int) -> Way:
     if _forced:
         return Way.GRAM if _forced[-1] is Way.GRAM else Way.TILE
     gram = WIDE * 2.0 * length * other * (height + width)
-    return Way.GRAM if gram <= 2.0 * (length + other) / 2 * height * width else Way.TILE
+    return Way.GRAM if gram <= (length + other) * height * width else Way.TILE
 
 
 def free_bytes(device: torch.device) -> int:

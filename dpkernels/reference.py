@@ -106,6 +106,8 @@ def conv_rows(
     as a convolution with a group for each group of each sample.
     """
     count, shape = x.shape[0], (g.shape[1], x.shape[1] // groups, *kernel)
+    if count == 0:
+        return g.new_zeros(0, *shape), g.new_zeros(0, dtype=torch.float64)
     sides = []
     for d in range(len(kernel)):
         reach = (g.shape[2 + d] - 1) * stride[d] + (kernel[d] - 1) * dilation[d] + 1

@@ -5,6 +5,8 @@
 
 namespace dpk {
 
+namespace {
+
 Tensor with_contiguous_samples(const Tensor& t) {
   const auto sizes = t.sizes(), strides = t.strides();
   int64_t expected = 1;
@@ -13,6 +15,17 @@ Tensor with_contiguous_samples(const Tensor& t) {
     expected *= sizes[d];
   }
   return t;
+}
+
+}  // namespace
+
+SampleRows sample_rows(const Tensor& t, Tensors& keep) {
+  const Tensor& own = keep.emplace_back(with_contiguous_samples(t));
+  const auto sizes = own.sizes();
+  int64_t length = 1;
+  for (size_t d = 1; d < sizes.size(); ++d) length *= sizes[d];
+  const Element element = element_of(own);
+  return {static_cast<const char*>(own.const_data_ptr()), own.stride(0) * element_bytes(element), length, element};
 }
 
 // torch::stable::new_empty looks its operator up by name; over hundreds of tensors that shows.
@@ -41,27 +54,18 @@ Sums sum_tensors(Form form, const Tensors& now, const Tensors& before, int group
   std::vector<int64_t> group_tiles(static_cast<size_t>(groups), 0);
   bool wide_norms = false;
   for (size_t i = 0; i < now.size(); ++i) {
-    Tensor& a = keep.emplace_back(with_contiguous_samples(now[i]));
-    const Element element = element_of(a);
-    wide_norms = wide_norms || element == Element::f64;
-    const auto sizes = a.sizes();
-    int64_t length = 1;
-    for (size_t d = 1; d < sizes.size(); ++d) length *= sizes[d];
-    out.push_back(empty(sizes.data() + 1, static_cast<int64_t>(sizes.size()) - 1, wide_type(a)));
-    Column column{static_cast<const char*>(a.const_data_ptr()),
-                  nullptr,
-                  a.stride(0) * element_bytes(element),
-                  0,
-                  out.back().mutable_data_ptr(),
-                  length,
-                  element};
+    const SampleRows a = sample_rows(now[i], keep);
+    wide_norms = wide_norms || a.element == Element::f64;
+    const auto sizes = now[i].sizes();
+    out.push_back(empty(sizes.data() + 1, static_cast<int64_t>(sizes.size()) - 1, wide_type(now[i])));
+    Column column{a.data, nullptr, a.stride, 0, out.back().mutable_data_ptr(), a.length, a.element};
     if (!before.empty()) {
-      Tensor& b = keep.emplace_back(with_contiguous_samples(before[i]));
-      column.before = static_cast<const char*>(b.const_data_ptr());
-      column.before_stride = b.stride(0) * element_bytes(element);
+      const SampleRows b = sample_rows(before[i], keep);
+      column.before = b.data;
+      column.before_stride = b.stride;
     }
     problem.columns.push_back(column);
-    group_tiles[groups > 1 ? i : 0] += tiles_of(length);
+    group_tiles[groups > 1 ? i : 0] += tiles_of(a.length);
   }
   Tensor norms = empty(&batch, 1, ScalarType::Double);
   problem.norms = norms.mutable_data_ptr<double>();

@@ -45,8 +45,20 @@ inline Noise noise_of(const std::optional<Tensor>& stream, const std::optional<T
 // A new contiguous tensor of float64 or float32, not filled.
 Tensor empty(const int64_t* sizes, int64_t dimensions, ScalarType type);
 
-// The tensor itself where each sample is contiguous (whatever the stride between samples), else a copy.
-Tensor with_contiguous_samples(const Tensor& t);
+// The samples of a tensor as rows in memory.
+struct SampleRows {
+  const char* data;
+  int64_t stride;  // bytes from sample to sample
+  int64_t length;
+  Element element;
+  const char* at(int64_t sample, int64_t start) const {
+    return data + sample * stride + start * element_bytes(element);
+  }
+};
+
+// Of the tensor itself where each sample is contiguous (whatever the stride between samples), else of a copy; `keep`
+// holds what must stay alive.
+SampleRows sample_rows(const Tensor& t, Tensors& keep);
 
 using Sums = std::tuple<Tensors, Tensor>;
 using Rule = std::function<void(int group, int64_t tiles, const double* products, double* coefficient)>;

@@ -3,24 +3,13 @@
 #include <algorithm>
 #include <iterator>
 
-#include "isa.h"
-#if DPK_HAVE_X86_VARIANTS
-#include <immintrin.h>
-#endif
-
 #define DPK_KERNEL_FILE "normals_kernel.h"
 #include "foreach_isa.h"
 
 namespace dpk {
 
 const RandomKernels& random_kernels() {
-  static constexpr RandomKernels tables[] = {
-      portable::random::table,
-#if DPK_HAVE_X86_VARIANTS
-      avx2::random::table,
-      avx512::random::table,
-#endif
-  };
+  static constexpr RandomKernels tables[] = DPK_TABLES(random);
   return tables[static_cast<int>(active_isa())];
 }
 

@@ -6,11 +6,7 @@
 #include <vector>
 
 #include "arguments.h"
-#include "isa.h"
 #include "parallel.h"
-#if DPK_HAVE_X86_VARIANTS
-#include <immintrin.h>
-#endif
 
 #define DPK_KERNEL_FILE "outer_gram_kernel.h"
 #include "foreach_isa.h"
@@ -18,13 +14,7 @@
 namespace dpk {
 
 const OuterGramKernels& outer_gram_kernels() {
-  static constexpr OuterGramKernels tables[] = {
-      portable::outer_gram::table,
-#if DPK_HAVE_X86_VARIANTS
-      avx2::outer_gram::table,
-      avx512::outer_gram::table,
-#endif
-  };
+  static constexpr OuterGramKernels tables[] = DPK_TABLES(outer_gram);
   return tables[static_cast<int>(active_isa())];
 }
 

@@ -12,34 +12,20 @@ Tensor row_squares(const Tensors& tensors) {
   const int64_t batch = tensors[0].size(0), count = static_cast<int64_t>(tensors.size()), sizes[] = {batch, count};
   Tensor squares = empty(sizes, 2, ScalarType::Double);
   auto* out = squares.mutable_data_ptr<double>();
-  struct Source {
-    const char* data;
-    int64_t stride, length;
-    Element element;
-  };
   Tensors keep;
-  std::vector<Source> columns;
+  std::vector<SampleRows> columns;
   int64_t width = 1;
-  for (const Tensor& t : tensors) {
-    const Tensor& own = keep.emplace_back(with_contiguous_samples(t));
-    int64_t length = 1;
-    for (int64_t d = 1; d < own.dim(); ++d) length *= own.size(d);
-    const Element element = element_of(own);
-    columns.push_back(
-        {static_cast<const char*>(own.const_data_ptr()), own.stride(0) * element_bytes(element), length, element});
-    width += length;
-  }
+  for (const Tensor& t : tensors) width += columns.emplace_back(sample_rows(t, keep)).length;
   const auto& gram = row_kernels().gram[static_cast<int>(Form::single)];
   parallel_for(0, batch, (int64_t{1} << 15) / width + 1, [&](int64_t begin, int64_t end) {
     for (int64_t c = 0; c < count; ++c) {
-      const Source& column = columns[static_cast<size_t>(c)];
+      const SampleRows& column = columns[static_cast<size_t>(c)];
       const auto kernel = gram[static_cast<int>(column.element)];
       for (int64_t b = begin; b < end; ++b) {
         double total = 0.0;
         for (int64_t start = 0; start < column.length; start += tile_elements) {
           double partial = 0.0;
-          kernel(column.data + b * column.stride + start * element_bytes(column.element), nullptr,
-                 std::min(tile_elements, column.length - start), &partial);
+          kernel(column.at(b, start), nullptr, std::min(tile_elements, column.length - start), &partial);
           total += partial;
         }
         out[b * count + c] = total;

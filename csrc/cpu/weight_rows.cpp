@@ -7,12 +7,8 @@
 #include <vector>
 
 #include "arguments.h"
-#include "isa.h"
 #include "parallel.h"
 #include "pool.h"
-#if DPK_HAVE_X86_VARIANTS
-#include <immintrin.h>
-#endif
 
 #define DPK_KERNEL_FILE "weight_rows_kernel.h"
 #include "foreach_isa.h"
@@ -20,13 +16,7 @@
 namespace dpk {
 
 const WeightRowKernels& weight_row_kernels() {
-  static constexpr WeightRowKernels tables[] = {
-      portable::weight_rows::table,
-#if DPK_HAVE_X86_VARIANTS
-      avx2::weight_rows::table,
-      avx512::weight_rows::table,
-#endif
-  };
+  static constexpr WeightRowKernels tables[] = DPK_TABLES(weight_rows);
   return tables[static_cast<int>(active_isa())];
 }
 

@@ -16,17 +16,11 @@ namespace {
 
 constexpr int64_t rows_at_a_time = 4;  // streams from memory
 
-struct Source {
-  const char* data;
-  int64_t stride;  // bytes from sample to sample
-  Element element;
-};
-
 struct Target {
   char* data;
   bool wide, filled;
   int64_t first;  // element, over the whole list
-  std::vector<Source> sources;
+  std::vector<SampleRows> sources;
 };
 
 struct Piece {
@@ -58,10 +52,7 @@ void weighted_sum_(Tensors sums, std::vector<bool> filled, const Tensors& rows, 
   }
   Tensors keep;
   for (size_t j = 0; j < rows.size(); ++j) {
-    const Tensor& own = keep.emplace_back(with_contiguous_samples(rows[j]));
-    const Element element = element_of(own);
-    targets[static_cast<size_t>(owner[j])].sources.push_back(
-        {static_cast<const char*>(own.const_data_ptr()), own.stride(0) * element_bytes(element), element});
+    targets[static_cast<size_t>(owner[j])].sources.push_back(sample_rows(rows[j], keep));
   }
   const Noise noise = noise_of(stream, std);
   const auto& accumulate = row_kernels().accumulate[static_cast<int>(Form::single)];
@@ -74,12 +65,11 @@ void weighted_sum_(Tensors sums, std::vector<bool> filled, const Tensors& rows, 
       const Target& target = targets[piece.target];
       auto* wide = reinterpret_cast<double*>(target.data) + piece.start;
       auto* narrow = reinterpret_cast<float*>(target.data) + piece.start;
+      const auto write = [&](auto* out, const auto* from) {
+        adder.add(out, from, piece.length, target.first + piece.start, scale);
+      };
       if (target.sources.empty() && target.filled) {
-        if (target.wide) {
-          adder.add(wide, wide, piece.length, target.first + piece.start, scale);
-        } else {
-          adder.add(narrow, narrow, piece.length, target.first + piece.start, scale);
-        }
+        target.wide ? write(wide, wide) : write(narrow, narrow);
         continue;
       }
       if (!target.filled) {
@@ -90,24 +80,19 @@ void weighted_sum_(Tensors sums, std::vector<bool> filled, const Tensors& rows, 
         std::copy_n(narrow, piece.length, sum);
       }
       const auto group = groups > 1 ? static_cast<int64_t>(piece.target) : 0;
-      for (const Source& source : target.sources) {
+      for (const SampleRows& source : target.sources) {
         Row block[rows_at_a_time];
         int count = 0;
         for (int64_t b = 0; b < batch; ++b) {
           const double w = weight[b * groups + group];
-          const char* at = source.data + b * source.stride + piece.start * element_bytes(source.element);
-          if (w != 0.0) block[count++] = {at, nullptr, {w, 0.0, 0.0}};
+          if (w != 0.0) block[count++] = {source.at(b, piece.start), nullptr, {w, 0.0, 0.0}};
           if (count == rows_at_a_time || (b + 1 == batch && count > 0)) {
             accumulate[static_cast<int>(source.element)](sum, piece.length, block, count, nullptr, 0);
             count = 0;
           }
         }
       }
-      if (target.wide) {
-        adder.add(wide, sum, piece.length, target.first + piece.start, scale);
-      } else {
-        adder.add(narrow, sum, piece.length, target.first + piece.start, scale);
-      }
+      target.wide ? write(wide, sum) : write(narrow, sum);
     }
   });
 }
