@@ -16,8 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dpkernels.layouts import Layout
 from dpkernels.nested import flat_tensors
-from dpkernels.tape import LOST, Layout, Mark, Tape
+from dpkernels.tape import LOST, Mark, Tape
 
 _WRITING = {"__setitem__", "__set__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__imod__"}
 _WRITING |= {"__iand__", "__ior__", "__ixor__", "__ifloordiv__", "__ilshift__", "__irshift__"}

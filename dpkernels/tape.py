@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -24,6 +23,7 @@ from torch import Tensor
 from dpkernels import planner
 from dpkernels.factors import Dense, Later, Outer, Rows, Term, at_least_float
 from dpkernels.forming import outer_rows
+from dpkernels.layouts import Layout
 from dpkernels.nested import flat_tensors
 from dpkernels.taps import RecordingError as RecordingError
 from dpkernels.taps import Replaced, Tap, is_whole_view
@@ -31,28 +31,6 @@ from dpkernels.taps import Replaced, Tap, is_whole_view
 Plan = dict[str, set[str]]  # op and parameter: kinds of Layout
 Mark = bool | Tensor | Literal["lost"]  # see dpkernels.lines
 LOST: Literal["lost"] = "lost"
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Where the samples are: dimension `dim`, in dim 0 with `rows` consecutive lines for each.
-
-    `lines`, if given, says for each line of dim 0 which sample it belongs to (a routed part of a batch).
-    """
-
-    dim: int = 0
-    rows: int = 1
-    lines: Tensor | None = field(default=None, compare=False)
-
-    @property
-    def kind(self) -> str:
-        """What does not depend on sizes: the layouts of one op in two runs of a model are of one kind."""
-        return "lines" if self.lines is not None else f"dim {self.dim}" if self.rows == 1 else "rows"
-
-    @property
-    def in_dim_0(self) -> bool:
-        """Lines of samples may come to be in order, and one for each: dim 0, rows and lines are one family."""
-        return self.dim == 0
 
 
 class Tracked(Tensor):
@@ -312,25 +290,7 @@ class Tape:
 
     def by_sample(self, t: Tensor, layout: Layout, event: int) -> Tensor:
         """`t` as [B, T, *its last `event` dimensions]."""
-        tail = t.shape[t.dim() - event :]
-        if layout.lines is not None:
-            inner = t.shape[1 : t.dim() - event].numel()
-            return self._gather_lines(t.reshape(t.shape[0], inner, *tail), layout.lines)
-        if layout.dim == 1:
-            t = t.transpose(0, 1)
-        count = t.shape[: t.dim() - event].numel() // self.batch
-        return t.reshape(self.batch, count, *tail)
-
-    def _gather_lines(self, t: Tensor, lines: Tensor) -> Tensor:
-        """Lines [n, k, ...] of samples `lines` as [B, most lines of a sample * k, ...], zeros where there are fewer."""
-        order = lines.argsort(stable=True)
-        counts = torch.bincount(lines, minlength=self.batch)
-        most = int(counts.max()) if len(counts) else 0
-        first = counts.cumsum(0) - counts
-        place = torch.arange(len(lines), device=t.device) - first[lines[order]]
-        result = t.new_zeros((self.batch, most, *t.shape[1:]))
-        result[lines[order], place] = t[order]
-        return result.flatten(1, 2)
+        return layout.by_sample(t, self.batch, event)
 
     # Taps -------------------------------------------------------------------------------------------------------
 

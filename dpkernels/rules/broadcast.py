@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from dpkernels.factors import at_least_float
+from dpkernels.layouts import Layout
 from dpkernels.nested import flat_tensors, map_tensors
 from dpkernels.rules.fallback import fallback
 from dpkernels.rules.registry import named, rule
-from dpkernels.tape import Layout, Tape, Tracked
+from dpkernels.tape import Tape, Tracked
 
 ELEMENTWISE = [
     "add",

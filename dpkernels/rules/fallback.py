@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from dpkernels.layouts import Layout
 from dpkernels.rules.registry import named, plain
-from dpkernels.tape import Layout, RecordingError, Tape, Tracked
+from dpkernels.tape import RecordingError, Tape, Tracked
 
 _said: set[str] = set()
 

@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dpkernels.layouts import Layout
 from dpkernels.rules.fallback import fallback
 from dpkernels.rules.registry import named, plain, reduced, reduced_to_channels, rule, tracked
-from dpkernels.tape import Layout, RecordingError, Tape, Tracked
+from dpkernels.tape import RecordingError, Tape, Tracked
 
 
 @rule(F.layer_norm, torch.layer_norm)
