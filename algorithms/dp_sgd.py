@@ -63,10 +63,8 @@ class DPSGD:
             raise ValueError("expected_batch_size: got 0, must be > 0")
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ValueError(f"optimizer: got a {type(optimizer).__name__}, must be a torch.optim.Optimizer")
-        if micro_batch_size is not None and (
-            isinstance(micro_batch_size, bool) or not isinstance(micro_batch_size, int) or micro_batch_size < 1
-        ):
-            raise ValueError(f"micro_batch_size: got {micro_batch_size!r}, must be a whole number >= 1 or None")
+        if micro_batch_size is not None:
+            checks.whole("micro_batch_size", micro_batch_size, low=1, cure=" or None")
         rule = dpk.clipping.Flat(bound) if clip is None else dpk.clipping.as_rule(clip)
         if rule.row_norm > bound * (1 + 1e-9):
             raise ValueError(f"clip: its rows are up to {rule.row_norm:g} long, must be at most max_norm = {bound:g}")

@@ -23,6 +23,7 @@ from dpkernels.dense import (
 )
 from dpkernels.explain import explain
 from dpkernels.gradients import per_sample_gradients
+from dpkernels.local import local_updates
 from dpkernels.noise import Gaussian
 from dpkernels.per_sample import PerSample
 from dpkernels.planner import empty_pool
@@ -43,6 +44,7 @@ __all__ = [
     "clipping",
     "empty_pool",
     "explain",
+    "local_updates",
     "per_sample_gradients",
     "sparsify",
 ]

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from dpkernels import factors
+from dpkernels.each import Each
 from dpkernels.per_sample import PerSample
 from dpkernels.placing import Part, Place, Shape
 from dpkernels.tape import Tape, Tracked
 
 
-def assemble(tape: Tape, leaves: Mapping[str, Tensor]) -> PerSample:
-    """The terms on the tape as rows over the leaf parameters."""
+def assemble(tape: Tape, leaves: Mapping[str, Tensor], each: Mapping[str, Each]) -> PerSample:
+    """The terms on the tape as rows over the leaf parameters; `each`, what these are for each sample."""
     batch = tape.batch
     shapes = {name: Shape(leaf.shape, leaf.dtype, leaf.device) for name, leaf in leaves.items()}
     grouped: dict[str, dict[tuple[Place | None, int, int], list[factors.Term]]] = {name: {} for name in leaves}
@@ -38,8 +39,12 @@ def assemble(tape: Tape, leaves: Mapping[str, Tensor]) -> PerSample:
     for t in tape.tracked:
         sources = [leaves[name] for name in t._leaves]
         for gradient in tape.aligned.get(id(t), ()):
-            put_dense(t, _pull_back_aligned(t, sources, gradient))
-        if id(t) not in tape.terms:
+            if t._each is None:
+                put_dense(t, _pull_back_aligned(t, sources, gradient))
+            else:
+                lines = torch.diag_embed(gradient.movedim(0, -1), dim1=0, dim2=1)
+                put_dense(t, _pull_back_each(t, each, lines))
+        if id(t) not in tape.terms or not t._value.requires_grad:
             continue
         shape = Shape(t._value.shape, t._value.dtype, t._value.device)
         matrix = factors.merge(batch, *shape.matrix, tape.terms[id(t)])
@@ -47,8 +52,11 @@ def assemble(tape: Tape, leaves: Mapping[str, Tensor]) -> PerSample:
             put(t._leaves[0], None, matrix)
         elif _is_view(t._value, sources[0]):
             put(t._leaves[0], *_canonical(t._value, sources[0], matrix))
-        else:
+        elif t._each is None:
             put_dense(t, _pull_back(t, sources, matrix))
+        else:
+            lines = factors.block(matrix, slice(None), 0, matrix.height).reshape(batch, *t._value.shape)
+            put_dense(t, _pull_back_each(t, each, lines.to(t._value.dtype)))
     parts = {
         name: [Part(place, factors.merge(batch, h, w, terms)) for (place, h, w), terms in places.items()]
         for name, places in grouped.items()
@@ -121,6 +129,16 @@ def _pull_back_aligned(t: Tracked, leaves: list[Tensor], gradient: Tensor) -> It
             row.append(torch.zeros_like(leaf) if grad is None else grad)
     for i, row in enumerate(rows):
         yield i, torch.stack(row)
+
+
+def _pull_back_each(t: Tracked, each: Mapping[str, Each], lines: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """The same where the derived parameter and its leaves have a value for each sample."""
+    assert t._each is not None
+    if not t._each.values.requires_grad:
+        return
+    leaves = [each[name].values for name in t._leaves]
+    grads = torch.autograd.grad(t._each.values, leaves, lines, retain_graph=True, allow_unused=True)
+    yield from ((i, grad) for i, grad in enumerate(grads) if grad is not None)
 
 
 def _vjps(value: Tensor, leaves: list[Tensor], lines: Tensor) -> Sequence[Tensor | None]:

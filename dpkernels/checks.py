@@ -23,6 +23,13 @@ def number(name: str, value: object, *, low: float, high: float = math.inf, fini
     raise ValueError(f"{name}: got {value!r}, must be a {'finite ' if finite else ''}number {span}")
 
 
+def whole(name: str, value: object, *, low: int, cure: str = "") -> int:
+    """`value` as an int of at least `low`."""
+    if isinstance(value, int) and not isinstance(value, bool) and value >= low:
+        return value
+    raise ValueError(f"{name}: got {value!r}, must be a whole number >= {low}{cure}")
+
+
 def tensor_list(name: str, value: object) -> list[Tensor]:
     """A floating-point tensor, or a non-empty sequence of them on one device, as a list."""
     tensors = [value] if isinstance(value, Tensor) else value

@@ -25,10 +25,11 @@ UNIT = 2.0**-52  # twice the rounding unit of float64
 
 @dataclass(frozen=True)
 class Outer:
-    """row_i = sum_t g_it a_it^T, from a [B, T, width] and g [B, T, height]."""
+    """row_i = sum_t g_it a_it^T, from a [B, T, width] and g [B, T, height]; `fixed`: a does not depend on weights."""
 
     a: Tensor
     g: Tensor
+    fixed: bool = False
 
 
 @dataclass(frozen=True)
@@ -54,16 +55,23 @@ class Dense:
 class Later(Dense):
     """Rows formed whenever they are asked for, with the same bits each time: memory for a few samples at a time.
 
-    `form(samples)` gives the rows of a slice of `count` samples, [b, height, width].
+    `form(samples)` gives the rows of a slice of `count` samples, [b, height, width]; `add(values, scale)`, where given,
+    adds all of them, scaled, to [B, *shape] without storing them.
     """
 
-    def __init__(self, form: Callable[[slice], Tensor], count: int, squares: Tensor) -> None:
-        object.__setattr__(self, "form", form)
-        object.__setattr__(self, "count", count)
-        object.__setattr__(self, "squares", squares)
+    def __init__(
+        self,
+        form: Callable[[slice], Tensor],
+        count: int,
+        squares: Tensor | None = None,
+        add: Callable[[Tensor, float], None] | None = None,
+    ) -> None:
+        for name, value in {"form": form, "count": count, "squares": squares, "add": add}.items():
+            object.__setattr__(self, name, value)
 
     form: Callable[[slice], Tensor]
     count: int
+    add: Callable[[Tensor, float], None] | None
 
     @property
     def values(self) -> Tensor:

@@ -1,4 +1,7 @@
-"""Rows that are formed and kept: each sample's own gradient of a weight."""
+"""Rows that are formed: each sample's own gradient of a weight; and layers with each sample's own weights.
+
+float32 runs in the ops of `dpkernels.ops`, float64 in the reference.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpkernels import ops, reference
+from dpkernels import ops, reference_layers
 from dpkernels.factors import Dense, at_least_float
 
 
 def outer_rows(a: Tensor, g: Tensor) -> Dense:
     """sum_t g_t a_t^T as stored rows."""
     a, g = at_least_float(a), at_least_float(g)
-    form = torch.ops.dpkernels.outer_rows if a.dtype == torch.float32 else reference.outer_rows
-    return Dense(*form(a, g))
+    return Dense(*_op("outer_rows", a)(a, g))
 
 
 def is_native(x: Tensor) -> bool:
@@ -24,7 +26,43 @@ def is_native(x: Tensor) -> bool:
 
 
 def conv_rows(x: Tensor, g: Tensor, *geometry: Any) -> tuple[Tensor, Tensor]:
-    """The weight gradient of each image on its own, and its norm^2; arguments as of `reference.conv_rows`."""
+    """The weight gradient of each image on its own, and its norm^2; arguments as of `reference_layers.conv_rows`."""
     x, g = at_least_float(x), at_least_float(g)
-    form = torch.ops.dpkernels.conv_rows if x.dtype == torch.float32 else reference.conv_rows
-    return form(x, g, *geometry)
+    return _op("conv_rows", x)(x, g, *geometry)  # type: ignore[no-any-return]
+
+
+def add_outer_rows(rows: Tensor, a: Tensor, g: Tensor, scale: float) -> None:
+    """rows [B, height, width] += scale * sum_t g_t a_t^T."""
+    _op("outer_rows_", rows)(rows, a.to(rows.dtype), g.to(rows.dtype), scale)
+
+
+def add_conv_rows(rows: Tensor, x: Tensor, g: Tensor, scale: float, *geometry: Any) -> None:
+    """rows [N, O, C / groups, *kernel] += scale * the weight gradient of each image."""
+    _op("conv_rows_", rows)(rows, x.to(rows.dtype), g.to(rows.dtype), scale, *geometry)
+
+
+def conv_each(x: Tensor, w: Tensor, size: Any, *geometry: Any) -> Tensor:
+    """The convolution of each image with weights of its own, w [N, O, C / groups, *kernel]; `size` of the output."""
+    return _op("conv_each", x)(x, w.to(x.dtype), size, *geometry)  # type: ignore[no-any-return]
+
+
+def conv_each_input(g: Tensor, w: Tensor, size: Any, *geometry: Any) -> Tensor:
+    """Its gradient with respect to the images, of `size`."""
+    return _op("conv_each_input", g)(g, w.to(g.dtype), size, *geometry)  # type: ignore[no-any-return]
+
+
+def low_rank(y: Tensor, x: Tensor, a: Tensor, g: Tensor) -> Tensor:
+    """y + (x a^T) g for each sample, in the memory of y; x [B, T, p], a [B, S, p], g [B, S, d]."""
+    if y.dtype != a.dtype:  # half types: the correction in float32
+        return y + ((x.to(a.dtype) @ a.transpose(1, 2)) @ g).to(y.dtype)
+    _op("low_rank_", y)(y, x, a, g)
+    return y
+
+
+def copies(shared: Tensor, batch: int) -> Tensor:
+    """A copy of a parameter for each sample."""
+    return torch.ops.dpkernels.copies(shared, batch)  # type: ignore[no-any-return]
+
+
+def _op(name: str, like: Tensor) -> Any:
+    return getattr(torch.ops.dpkernels if like.dtype == torch.float32 else reference_layers, name)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpkernels import planner, self_check
+from dpkernels import checks, planner, self_check
 from dpkernels.members import Members, members_of
 from dpkernels.nested import flat_tensors
 from dpkernels.per_sample import PerSample
@@ -43,6 +43,18 @@ def per_sample_gradients(
     inputs, which costs a few small steps; later calls are one forward and one backward. What a model does only for
     some values or some batch sizes is not seen by that check, and then exact only if it keeps samples apart.
     """
+    members, batch, room = prepare(model, loss_fn, inputs, targets, max_bytes)
+    if batch == 0:
+        shapes = {name: Shape(p.shape, p.dtype, p.device) for name, p in members.trainable.items()}
+        return PerSample(0, shapes, {})
+    plan = self_check.ensure(model, members, loss_fn, inputs, targets)
+    return record(model, loss_fn, inputs, targets, batch, plan=plan, room=room, members=members)
+
+
+def prepare(
+    model: nn.Module, loss_fn: LossFunction, inputs: Any, targets: Any, max_bytes: int | None
+) -> tuple[Members, int, Callable[[], int] | int]:
+    """The model's members, the size of the batch and the memory there is, if all arguments are sound."""
     members = members_of(model)
     if not callable(loss_fn):
         raise ValueError(f"loss_fn: got {loss_fn!r}, must be callable as loss_fn(outputs, targets)")
@@ -56,11 +68,7 @@ def per_sample_gradients(
             raise ValueError(f"parameter {name}: is {p.dtype}, must be real: keep it as torch.view_as_real of itself")
         if p._backward_hooks or p._post_accumulate_grad_hooks:
             raise ValueError(f"parameter {name}: has gradient hooks, which rows would not pass; remove them")
-    if batch == 0:
-        shapes = {name: Shape(p.shape, p.dtype, p.device) for name, p in parameters.items()}
-        return PerSample(0, shapes, {})
-    plan = self_check.ensure(model, members, loss_fn, inputs, targets)
-    return record(model, loss_fn, inputs, targets, batch, plan=plan, room=room, members=members)
+    return members, batch, room
 
 
 def batch_of(inputs: Any, targets: Any) -> int:
@@ -85,6 +93,4 @@ def room_for(members: Members, max_bytes: int | None) -> Callable[[], int] | int
     if max_bytes is None:
         device = next((p.device for p in members.parameters.values()), torch.device("cpu"))
         return lambda: planner.free_bytes(device) // 4
-    if isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 0:
-        raise ValueError(f"max_bytes: got {max_bytes!r}, must be a whole number >= 0 or None")
-    return max_bytes
+    return checks.whole("max_bytes", max_bytes, low=0, cure=" or None")

@@ -42,6 +42,11 @@ def writes(name: str) -> bool:
     return name.endswith("_") and name != "requires_grad_"
 
 
+def makes_fresh(name: str) -> bool:
+    """Whether an op of this name takes only shape and type from its argument."""
+    return name in _FRESH
+
+
 def propagate(
     tape: Tape,
     func: Any,

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpkernels import reference
+from dpkernels import reference, reference_layers
 
 SCHEMAS = {
     "clip_sum": "(Tensor[] vectors, Tensor max_norms, float? stability, Tensor? stream, Tensor? std)"
@@ -31,6 +31,14 @@ SCHEMAS = {
     "outer_gram": "(Tensor a, Tensor g) -> (Tensor, Tensor)",
     "conv_rows": "(Tensor x, Tensor g, int[] kernel, int[] stride, int[] padding, int[] dilation, int groups)"
     " -> (Tensor, Tensor)",
+    "outer_rows_": "(Tensor(a!) rows, Tensor a, Tensor g, float scale) -> ()",
+    "conv_rows_": "(Tensor(a!) rows, Tensor x, Tensor g, float scale, int[] stride, int[] padding, int[] dilation,"
+    " int groups) -> ()",
+    "conv_each": "(Tensor x, Tensor w, int[] size, int[] stride, int[] padding, int[] dilation, int groups) -> Tensor",
+    "conv_each_input": "(Tensor g, Tensor w, int[] size, int[] stride, int[] padding, int[] dilation, int groups)"
+    " -> Tensor",
+    "low_rank_": "(Tensor(a!) y, Tensor x, Tensor a, Tensor g) -> ()",
+    "copies": "(Tensor shared, int batch) -> Tensor",
     "layer_norm_rows": "(Tensor x, Tensor g, Tensor? w, float epsilon, bool input_gradient)"
     " -> (Tensor, Tensor, Tensor)",
     "group_norm_rows": "(Tensor x, Tensor g, Tensor? w, int groups, float epsilon, bool input_gradient)"
@@ -48,7 +56,8 @@ SUMS = {"clip_sum": 1, "clip_difference_sum": 2, "clip_momentum_sum": 2, "clamp_
 _library = torch.library.Library("dpkernels", "DEF")
 for _name, _schema in SCHEMAS.items():
     _library.define(_name + _schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _library.impl(_name, getattr(reference, _name), "CompositeExplicitAutograd")
+    _source = reference if hasattr(reference, _name) else reference_layers
+    _library.impl(_name, getattr(_source, _name), "CompositeExplicitAutograd")
 
 
 def _load_native() -> tuple[Any, str]:

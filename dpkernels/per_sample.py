@@ -43,6 +43,11 @@ class PerSample:
         """B, the number of samples."""
         return self._batch_size
 
+    @property
+    def parts(self) -> Mapping[str, list[Part]]:
+        """The factors of each parameter's rows."""
+        return self._parts
+
     def __repr__(self) -> str:
         width = sum(shape.size.numel() for shape in self._shapes.values())
         return f"PerSample({self.batch_size} rows of {width} elements in {len(self._shapes)} parameters)"

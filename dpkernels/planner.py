@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -25,6 +26,7 @@ from dpkernels import ops
 
 OPERATIONS_PER_BYTE = 8  # that a core does while it moves a byte to or from memory
 WIDE = 2  # operations in float64 cost this many in float32
+OWN_RATE = 0.3  # of the time of a product with shared weights, which one with samples' own takes more
 
 
 class Way(Enum):
@@ -33,6 +35,13 @@ class Way(Enum):
     KEEP = "keep"
     GRAM = "gram"
     TILE = "tile"
+
+
+class Hold(Enum):
+    """How each sample's own weights are held while it walks steps of its own: see `dpkernels.each`."""
+
+    FACTORS = "factors"
+    VALUES = "values"
 
 
 @dataclass(frozen=True)
@@ -52,16 +61,18 @@ class Choice:
 
 
 _forced: list[Way] = []
+_forced_hold: list[Hold] = []
 
 
 @contextlib.contextmanager
-def forced(way: Way) -> Iterator[None]:
+def forced(way: Way | Hold) -> Iterator[None]:
     """Every layer goes this way, whatever it costs: for tests and measurements."""
-    _forced.append(way)
+    ways: list[Any] = _forced if isinstance(way, Way) else _forced_hold
+    ways.append(way)
     try:
         yield
     finally:
-        _forced.pop()
+        ways.pop()
 
 
 def weight_gradient(length: int, height: int, width: int) -> float:
@@ -114,6 +125,21 @@ def choice(
         batch * extra_cost(way, length, height, width),
         stored_bytes(batch, height, width, itemsize) if way is Way.KEEP else 0,
     )
+
+
+def hold(length: int, height: int, width: int, steps: int, stored: int, room: int) -> Hold:
+    """For a linear layer with so many factors from each of `steps` steps: what costs less, if its values fit.
+
+    Besides the products that either has, a step costs factors a pass through those of all steps before, forward and
+    backward; and values reading them twice and adding to them. Products with samples' own weights run at a lower rate.
+    """
+    if _forced_hold:
+        return _forced_hold[-1]
+    rank = length * (steps - 1) / 2
+    by_factors = 2 * (2.0 * length + 4 * OPERATIONS_PER_BYTE) * rank * (height + width)
+    by_factors += WIDE * (length * steps) ** 2 * (height + width) / steps  # of the norm, shared by the steps
+    by_values = (16.0 * OPERATIONS_PER_BYTE + OWN_RATE * 4.0 * length) * height * width
+    return Hold.FACTORS if by_factors <= by_values or stored > room else Hold.VALUES
 
 
 def gram_or_tile(length: int, other: int, height: int, width: int) -> Way:

@@ -17,12 +17,14 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from dpkernels.assemble import assemble
+from dpkernels.each import Each
 from dpkernels.lines import propagate, writes
 from dpkernels.members import Members, members_of, own_attributes
 from dpkernels.nested import flat_tensors, map_tensors
 from dpkernels.per_sample import PerSample
 from dpkernels.rules import RULES
 from dpkernels.rules.broadcast import expanded
+from dpkernels.rules.derived import each_of_derived
 from dpkernels.rules.fallback import fallback
 from dpkernels.rules.norm import refuse_mixing
 from dpkernels.tape import LOST, Plan, RecordingError, Tape, Tracked
@@ -83,7 +85,7 @@ def _run(tape: Tape, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> 
     _refuse_writing(name, args, kwargs)
     refuse_mixing(func, args, kwargs)
     operands = [t for t in tensors if tape.holds_samples(t)]
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() and all(t._each is None for t in tensors if isinstance(t, Tracked)):
         result = func(*map_tensors(_detached, args), **map_tensors(_detached, kwargs))
     elif not operands:
         copies = expanded(tape, func, args, kwargs)
@@ -106,14 +108,16 @@ def _derive(tape: Tape, func: Any, name: str, tensors: list[Tensor], args: Any, 
     # Hooks of a checkpoint must not take what this op saves: its backward runs after the model's.
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
         result = func(*map_tensors(_value, args), **map_tensors(_value, kwargs))
+        each = each_of_derived(func, name, args, kwargs, result)
 
     def wrap(t: Tensor) -> Tensor:
         if id(t) in values:
             return values[id(t)]
-        if not t.requires_grad:
+        if not t.requires_grad and id(t) not in each:
             tape.mark(t, False)
             return t
         derived = Tracked(t, tape, f"{name}({', '.join(leaves)})", leaves)
+        derived._each = each.get(id(t))
         if func is F.embedding and isinstance(args[1], Tracked) and not isinstance(args[0], Tracked):
             names = ("padding_idx", "max_norm", "norm_type", "scale_grad_by_freq")
             options = dict(zip(names, args[2:6], strict=False)) | kwargs
@@ -247,10 +251,12 @@ def record(
     inspect: Callable[[Tape], None] | None = None,
     room: Callable[[], int] | int = 0,
     members: Members | None = None,
+    each: Mapping[str, Each] | None = None,
 ) -> PerSample:
     """Run forward and backward once; the rows are gradients of weights_i * loss_i (weights are 1 unless given).
 
-    Linear layers may form and keep rows of up to `room` bytes.
+    Linear layers may form and keep rows of up to `room` bytes. With `each` samples walk: parameters have a value of
+    their own for each sample (none yet if it is empty), and rows are for adding to it at once.
 
     The rest is for the self-check: stand-ins for parameters, buffers and random ops, and a look at the tape.
     """
@@ -258,13 +264,15 @@ def record(
     parameters = members.trainable
     tape = Tape(batch, _run, plan, room)
     tape.replaced = replaced or {}
+    tape.walking = each is not None
     leaves = {name: values.get(name, p).detach().requires_grad_() for name, p in parameters.items()}
     swaps: dict[int, Tensor] = {id(b): b for b in members.buffers.values()} | dict(buffers or {})
     fixed = [*swaps.values(), *(p for p in members.parameters.values() if not p.requires_grad)]
     tape.constants.update(id(t) for t in fixed if not t.requires_grad)
     versions = {id(t): t._version for t in (*leaves.values(), *swaps.values())}
     for name, p in parameters.items():
-        swaps[id(p)] = Tracked(leaves[name], tape, name, (name,), is_param=True)
+        swaps[id(p)] = stand_in = Tracked(leaves[name], tape, name, (name,), is_param=True)
+        stand_in._each = (each or {}).get(name)
     for name, t in (*leaves.items(), *members.parameters.items(), *members.buffers.items()):
         if t.numel():
             tape.guarded[t.untyped_storage().data_ptr()] = name
@@ -289,7 +297,7 @@ def record(
         if inspect is not None:
             inspect(tape)
         with no_autocast():
-            return assemble(tape, leaves)
+            return assemble(tape, leaves, each or {})
 
 
 def check_losses(losses: Any, batch: int) -> None:

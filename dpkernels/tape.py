@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from dpkernels import planner
+from dpkernels.each import Each
 from dpkernels.factors import Dense, Later, Outer, Rows, Term, at_least_float
 from dpkernels.forming import outer_rows
 from dpkernels.layouts import Layout
@@ -42,6 +43,7 @@ class Tracked(Tensor):
     _leaves: tuple[str, ...]
     _is_param: bool
     _lookup: tuple[Tracked, Tensor] | None  # where this is lines of another parameter, and which
+    _each: Each | None  # what it is for each sample, where they differ
 
     @staticmethod
     def __new__(cls, value: Tensor, tape: Tape, label: str, leaves: tuple[str, ...], is_param: bool = False) -> Tracked:
@@ -59,6 +61,7 @@ class Tracked(Tensor):
         self._value, self._tape, self._label, self._leaves = value, tape, label, leaves
         self._is_param = is_param  # what isinstance(x, nn.Parameter) asks
         self._lookup = None
+        self._each = None
         tape.tracked.append(self)
         return self
 
@@ -101,6 +104,7 @@ class Tape:
         self.plan = plan  # proven in an earlier run; None to go by shapes alone
         self.seen: Plan = {}
         self.in_backward = False
+        self.walking = False  # rows are added to weights at once and dropped: none is formed or kept
         self.replaced: Mapping[Any, Callable[..., Any]] = {}  # stand-ins for random ops, while checking
         self.op = ""  # that runs, or whose tap writes
         self.ops: dict[int, set[str]] = {}  # by parameter
@@ -132,7 +136,7 @@ class Tape:
         elif isinstance(term, Dense):
             own = Dense(self.own(term.values), term.squares)
         elif isinstance(term, Outer):
-            own = Outer(self.own(term.a), self.own(term.g))
+            own = Outer(self.own(term.a), self.own(term.g), term.fixed)
         else:
             own = Rows(self.own(term.ids), self.own(term.g))
         self.terms.setdefault(id(parameter), []).append(own)
@@ -141,7 +145,7 @@ class Tape:
     def own(self, t: Tensor) -> Tensor:
         """Without the graph that activations carry, and not in memory that the next step overwrites."""
         t = t.detach()
-        return t.clone() if t.untyped_storage().data_ptr() in self.owned else t
+        return t.clone() if not self.walking and t.untyped_storage().data_ptr() in self.owned else t
 
     def add_dense(self, parameter: Tracked, values: Tensor, squares: Tensor | None = None) -> None:
         """A term that is a tensor [B, *parameter shape], with its rows' norm^2 where they are known."""
@@ -149,8 +153,10 @@ class Tape:
         height = shape[0] if shape else 1
         self.add(parameter, Dense(values.reshape(self.batch, height, shape[1:].numel()), squares))
 
-    def add_outer(self, parameter: Tracked, a: Tensor, g: Tensor) -> None:
+    def add_outer(self, parameter: Tracked, a: Tensor, g: Tensor, fixed: bool = False) -> None:
         """The term sum_t g_t a_t^T, from a [B, T, width] and g [B, T, height]: as factors, or formed."""
+        if self.walking:
+            return self.add(parameter, Outer(a, g, fixed))
         length, height, width = a.shape[1], g.shape[2], a.shape[2]
         itemsize = at_least_float(g[:0]).element_size()
         way = planner.choose(self.batch, length, height, width, self.room if length > 1 else 0, itemsize)
@@ -329,4 +335,12 @@ class Tape:
         `backward(input, gradient, write, needed)` writes the terms, if `write`, and returns the gradient of the input,
         if `needed`.
         """
-        return Replaced.apply(self.anchor, self, backward, output, input)  # type: ignore[no-any-return]
+        if output._base is None:
+            return Replaced.apply(self.anchor, self, backward, output, input)  # type: ignore[no-any-return]
+        # Nobody may write into a view that was made without autograd: replace what it is a view of.
+        shape, base = output.shape, output._base if is_whole_view(output) else output.clone()
+
+        def shaped(x: Tensor, g: Tensor, write: bool, needed: bool) -> Tensor | None:
+            return backward(x, g.view(shape), write, needed)
+
+        return Replaced.apply(self.anchor, self, shaped, base, input).view(shape)  # type: ignore[no-any-return]

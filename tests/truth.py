@@ -38,6 +38,21 @@ def loop(model, loss_fn, inputs, targets):
     return {name: torch.stack(row).detach() if row else empty[name] for name, row in rows.items()}
 
 
+def walk(model, loss_fn, inputs, targets, steps, lr):
+    """Rows of K plain SGD steps with a copy of the model for each sample."""
+    own = [copy.deepcopy(model) for _ in range(len(targets))]
+    start = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+    for i, copied in enumerate(own):
+        x, y = (map_tensors(lambda t, i=i: t[i : i + 1], z) for z in (inputs, targets))
+        optimizer = torch.optim.SGD(copied.parameters(), lr=lr)
+        for _ in range(steps):
+            optimizer.zero_grad()
+            loss_fn(call(copied, x), y).sum().backward()
+            optimizer.step()
+    ends = [dict(copied.named_parameters()) for copied in own]
+    return {name: torch.stack([end[name].detach() - p for end in ends]) for name, p in start.items()}
+
+
 def flat(rows):
     return torch.cat(
         [row.double().reshape(len(row), -1) if len(row) else row.flatten(1) for row in rows.values()], dim=1

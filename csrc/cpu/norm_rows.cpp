@@ -42,29 +42,33 @@ Three in_units(const Tensor& x_given, const Tensor& g_given, int64_t columns, in
   return {dx, scale, shift};
 }
 
+// The scales of a sample from the `first` on, where w is [B, n]; those of all samples where it is [n].
+const float* scales_of(const std::optional<Tensor>& w, int64_t sample, int64_t first) {
+  if (!w) return nullptr;
+  return w->const_data_ptr<float>() + (w->dim() == 2 ? sample * w->size(1) : 0) + first;
+}
+
 }  // namespace
 
-// x and g [B, T, width], w [width]
+// x and g [B, T, width], w [width] or [B, width]
 Three layer_norm_rows(const Tensor& x, const Tensor& g, const std::optional<Tensor>& w, double epsilon,
                       bool input_gradient) {
   const int64_t count = x.size(1), width = x.size(2);
-  const float* scales = w ? w->const_data_ptr<float>() : nullptr;
   const auto kernel = norm_row_kernels().over_last;
   return in_units(x, g, width, x.size(0), input_gradient,
-                  [&](int64_t, const float* in, const float* grad, float* dx, float* scale, float* shift) {
-                    kernel(in, grad, scales, count, width, static_cast<float>(epsilon), dx, scale, shift);
+                  [&](int64_t b, const float* in, const float* grad, float* dx, float* scale, float* shift) {
+                    kernel(in, grad, scales_of(w, b, 0), count, width, static_cast<float>(epsilon), dx, scale, shift);
                   });
 }
 
-// x and g [N, C, places], w [C]
+// x and g [N, C, places], w [C] or [N, C]
 Three group_norm_rows(const Tensor& x, const Tensor& g, const std::optional<Tensor>& w, int64_t groups, double epsilon,
                       bool input_gradient) {
   const int64_t each = x.size(1) / groups, places = x.size(2);
-  const float* scales = w ? w->const_data_ptr<float>() : nullptr;
   const auto kernel = norm_row_kernels().over_channels;
   return in_units(x, g, x.size(1), x.size(0) * groups, input_gradient,
                   [&](int64_t i, const float* in, const float* grad, float* dx, float* scale, float* shift) {
-                    const float* own = scales == nullptr ? nullptr : scales + i % groups * each;
+                    const float* own = scales_of(w, i / groups, i % groups * each);
                     kernel(in, grad, own, each, places, static_cast<float>(epsilon), dx, scale, shift);
                   });
 }

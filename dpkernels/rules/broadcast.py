@@ -6,7 +6,7 @@ that copy, summed over whatever else was broadcast, is the row of each sample: a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from dpkernels.factors import at_least_float
 from dpkernels.layouts import Layout
 from dpkernels.nested import flat_tensors, map_tensors
 from dpkernels.rules.fallback import fallback
-from dpkernels.rules.registry import named, rule
+from dpkernels.rules.registry import named, plain, rule
 from dpkernels.tape import Tape, Tracked
 
 ELEMENTWISE = [
@@ -92,12 +92,15 @@ ELEMENTWISE = [
 ]
 
 
-def promote(tape: Tape, parameter: Tracked, layout: Layout, dims: int) -> Tensor:
-    """The parameter with `dims` dimensions, of which the sample's has one copy for each line there."""
-    value = parameter._value.detach()
-    value = value.reshape((1,) * (dims - value.dim()) + tuple(value.shape))
+def promote(tape: Tape, parameter: Tracked, layout: Layout, shape: Sequence[int]) -> Tensor:
+    """The parameter in a shape that has 1 for the samples' dimension, with one copy for each line there."""
     lines = tape.batch * layout.rows if layout.lines is None else len(layout.lines)
-    size = [lines if i == layout.dim else -1 for i in range(dims)]
+    if parameter._each is None:
+        size = [lines if i == layout.dim else -1 for i in range(len(shape))]
+        value = plain(parameter).reshape(shape).expand(size)
+    else:
+        own = layout.copies(parameter._each.plain).reshape(lines, *shape)
+        value = own.transpose(0, layout.dim + 1).squeeze(0)
 
     def write(_: tuple[Tensor, ...], gradients: tuple[Tensor | None, ...]) -> None:
         (g,) = gradients
@@ -109,7 +112,7 @@ def promote(tape: Tape, parameter: Tracked, layout: Layout, dims: int) -> Tensor
             rows = g.new_zeros(tape.batch, g.shape[1]).index_add(0, layout.lines, g)
         tape.add_dense(parameter, rows)
 
-    return tape.tap((value.expand(size),), (), write, kind="view")[0]
+    return tape.tap((value,), (), write, kind="view")[0]
 
 
 def aligned(tape: Tape, parameter: Any, samples: Tensor, what: str) -> bool:
@@ -139,7 +142,13 @@ def promote_aligned(tape: Tape, parameter: Tracked) -> Tensor:
         assert g is not None
         tape.add_aligned(parameter, g)
 
-    return tape.tap((parameter._value.detach(),), (), write, kind="view")[0]
+    if parameter._each is None:
+        value = plain(parameter)
+    elif parameter._lookup is not None and (table := parameter._lookup[0]._each) is not None:
+        value = table.lines(parameter._lookup[1].reshape(tape.batch, -1).long()).reshape(parameter._value.shape)
+    else:
+        value = parameter._each.plain.diagonal().movedim(-1, 0)
+    return tape.tap((value,), (), write, kind="view")[0]
 
 
 def _join(func: Callable[..., Any], tape: Tape, tensors: Any, *args: Any, **kwargs: Any) -> Any:
@@ -165,7 +174,7 @@ def _elementwise(func: Callable[..., Any], tape: Tape, *args: Any, **kwargs: Any
             return promote_aligned(tape, t)
         shape = tuple(t._value.shape)
         covered = [i + dims - len(shape) for i, size in enumerate(shape) if size != 1]
-        return promote(tape, t, tape.layout(samples, dims, what, covered), dims)
+        return promote(tape, t, tape.layout(samples, dims, what, covered), (1,) * (dims - len(shape)) + shape)
 
     if any(isinstance(t, Tracked) and t._value.dim() > dims for t in tensors):
         return fallback(tape, func, args, kwargs)
@@ -209,7 +218,7 @@ def expanded(tape: Tape, func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor
                 else base.repeat(repeats)
             )
     assert isinstance(base, Tracked)
-    result = promote(tape, base, Layout(dim), len(size))
+    result = promote(tape, base, Layout(dim), others)
     tape.mark(result, True)
     return result
 

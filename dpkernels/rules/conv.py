@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -12,10 +13,31 @@ from torch import Tensor
 
 from dpkernels import planner
 from dpkernels.factors import Later, chunks
-from dpkernels.forming import conv_rows, is_native
+from dpkernels.forming import add_conv_rows, conv_each, conv_each_input, conv_rows, is_native
+from dpkernels.layouts import Layout
 from dpkernels.rules.fallback import fallback
-from dpkernels.rules.registry import named, plain, reduced, reduced_to_channels, rule, tracked
+from dpkernels.rules.registry import apart, each_of, named, plain, reduced, reduced_to_channels, rule, tracked
 from dpkernels.tape import Tape, Tracked
+
+
+@dataclass(frozen=True)
+class _Geometry:
+    kernel: list[int]
+    stride: list[int]
+    before: list[int]  # padding before the first element
+    dilation: list[int]
+    groups: int
+    around: list[int]  # padding in all
+
+    @property
+    def steps(self) -> tuple[list[int], list[int], list[int], int]:
+        """As the ops take it, behind sizes."""
+        return self.stride, self.before, self.dilation, self.groups
+
+    def output(self, sizes: Sequence[int]) -> list[int]:
+        """Sizes of the output for those of the input."""
+        parts = zip(sizes, self.kernel, self.stride, self.dilation, self.around, strict=True)
+        return [(n + around - d * (k - 1) - 1) // s + 1 for n, k, s, d, around in parts]
 
 
 def _conv(
@@ -33,49 +55,91 @@ def _conv(
     if tracked(input) or not tape.holds_samples(input) or tape.holds_samples(weight) or input.dim() != dims + 2:
         return fallback(tape, func, (input, weight, bias, stride, padding, dilation, groups), {})
     layout = tape.layout(input, 1, named(func.__name__, weight, bias))
-    output = func(input, plain(weight), plain(bias), stride, padding, dilation, groups)
+    geometry = _geometry(list(weight.shape[2:]), stride, padding, dilation, groups)
 
-    def write(saved: tuple[Tensor, ...], gradients: tuple[Tensor | None, ...]) -> None:
-        (g,) = gradients
-        assert g is not None
+    def write(x: Tensor, g: Tensor) -> None:
         if isinstance(weight, Tracked):
-            shape = weight._value.shape
-            before, steps = _before(padding, dilation, shape[2:]), _each(dilation, dims)
-            x = saved[0].to(g.dtype)
-
-            def form(samples: slice) -> tuple[Tensor, Tensor]:
-                return conv_rows(x[samples], g[samples], shape[2:], _each(stride, dims), before, steps, groups)
-
-            in_order = layout.dim == 0 and layout.rows == 1 and layout.lines is None
-            height, width, length = shape[0], shape[1:].numel(), g.shape[2:].numel()
-            if planner.fits(tape.batch, height, width, tape.room) or not in_order or not is_native(x):
-                tape.note(weight, planner.Way.KEEP, length, height, width)
-                rows, squares = form(slice(None))
-                if in_order:
-                    tape.add_dense(weight, rows, squares)
-                else:
-                    tape.add_dense(weight, reduced(tape, rows, layout, dims + 2))
-            else:
-                tape.note(weight, planner.Way.TILE, length, height, width)
-                x = tape.own(x)
-                squares = torch.cat([form(samples)[1] for samples in chunks(tape.batch, height * width)])
-                again = Later(lambda samples: form(samples)[0].flatten(2), tape.batch, squares)
-                tape.add(weight, again)
+            _write_rows(tape, weight, x.detach().to(g.dtype), g.detach(), layout, geometry)
         if isinstance(bias, Tracked):
             tape.add_dense(bias, reduced_to_channels(tape, g, layout))
 
-    return tape.tap((output,), (input,) if tracked(weight) else (), write)[0]
+    if apart(weight, bias):
+        return _conv_apart(tape, input, weight, bias, layout, geometry, write)
+
+    def write_saved(saved: tuple[Tensor, ...], gradients: tuple[Tensor | None, ...]) -> None:
+        (g,) = gradients
+        assert g is not None
+        write(saved[0] if saved else g, g)
+
+    output = func(input, plain(weight), plain(bias), stride, padding, dilation, groups)
+    return tape.tap((output,), (input,) if tracked(weight) else (), write_saved)[0]
 
 
-def _before(padding: int | str | Sequence[int], dilation: int | Sequence[int], kernel: Sequence[int]) -> list[int]:
-    """The padding before the first element in each dimension."""
-    if not isinstance(padding, str):
-        return _each(padding, len(kernel))
-    steps = _each(dilation, len(kernel))
-    return [d * (k - 1) // 2 if padding == "same" else 0 for d, k in zip(steps, kernel, strict=True)]
+def _write_rows(tape: Tape, weight: Tracked, x: Tensor, g: Tensor, layout: Layout, geometry: _Geometry) -> None:
+    def form(samples: slice) -> tuple[Tensor, Tensor]:
+        return conv_rows(x[samples], g[samples], geometry.kernel, *geometry.steps)
+
+    def again(samples: slice) -> Tensor:
+        return form(samples)[0].flatten(2)
+
+    shape = weight._value.shape
+    height, width, length = shape[0], shape[1:].numel(), g.shape[2:].numel()
+    in_order = layout.in_order and layout.rows == 1
+    if tape.walking and in_order:
+        add = lambda rows, scale: add_conv_rows(rows, x, g, scale, *geometry.steps)  # noqa: E731
+        tape.add(weight, Later(again, tape.batch, add=add))
+    elif planner.fits(tape.batch, height, width, tape.room) or not in_order or not is_native(x):
+        tape.note(weight, planner.Way.KEEP, length, height, width)
+        rows, squares = form(slice(None))
+        if in_order:
+            tape.add_dense(weight, rows, squares)
+        else:
+            tape.add_dense(weight, reduced(tape, rows, layout, len(shape)))
+    else:
+        tape.note(weight, planner.Way.TILE, length, height, width)
+        x = tape.own(x)
+        squares = torch.cat([form(samples)[1] for samples in chunks(tape.batch, height * width)])
+        tape.add(weight, Later(again, tape.batch, squares))
 
 
-def _each(value: Any, dims: int) -> list[int]:
+def _conv_apart(
+    tape: Tape,
+    input: Tensor,
+    weight: Any,
+    bias: Any,
+    layout: Layout,
+    geometry: _Geometry,
+    write: Callable[[Tensor, Tensor], None],
+) -> Tensor:
+    """The convolution where each sample has a weight or a bias of its own."""
+    own, shift = each_of(weight), each_of(bias)
+    values = plain(weight).expand(len(input), *weight.shape) if own is None else layout.copies(own)
+    with torch.no_grad():
+        y = conv_each(input, values, geometry.output(input.shape[2:]), *geometry.steps)
+        if bias is not None:
+            added = plain(bias) if shift is None else layout.copies(shift)
+            y += added.view(*added.shape, *(1 for _ in geometry.kernel))
+
+    def backward(x: Tensor, g: Tensor, write_terms: bool, needed: bool) -> Tensor | None:
+        if write_terms:
+            write(x, g)
+        return conv_each_input(g, values, x.shape[2:], *geometry.steps).to(x.dtype) if needed else None
+
+    return tape.replace(y, input, backward)
+
+
+def _geometry(kernel: list[int], stride: Any, padding: Any, dilation: Any, groups: int) -> _Geometry:
+    steps = _for_each(dilation, len(kernel))
+    if isinstance(padding, str):
+        around = [d * (k - 1) if padding == "same" else 0 for d, k in zip(steps, kernel, strict=True)]
+        before = [n // 2 for n in around]
+    else:
+        before = _for_each(padding, len(kernel))
+        around = [2 * n for n in before]
+    return _Geometry(kernel, _for_each(stride, len(kernel)), before, steps, groups, around)
+
+
+def _for_each(value: Any, dims: int) -> list[int]:
     return list(value) * (dims if len(value) == 1 else 1) if isinstance(value, Sequence) else [value] * dims
 
 

@@ -45,7 +45,13 @@ def embedding(
             g = torch.where((ids == padding).unsqueeze(-1), torch.zeros((), dtype=g.dtype, device=g.device), g)
         tape.add(weight, Rows(tape.by_sample(ids.long(), layout, 0), tape.by_sample(g, layout, 1)))
 
-    return tape.tap((F.embedding(input, plain(weight)),), (input,), write)[0]
+    if weight._each is None:
+        output = F.embedding(input, plain(weight))
+    else:
+        with torch.no_grad():
+            lines = weight._each.lines(tape.by_sample(input.long(), layout, 0))
+            output = layout.in_place(lines, (*input.shape, weight.shape[1]))
+    return tape.tap((output,), (input,), write)[0]
 
 
 @rule(Tensor.__getitem__, torch.index_select, Tensor.index_select)

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from dpkernels.each import for_each
 from dpkernels.layouts import Layout
-from dpkernels.rules.registry import named, plain
+from dpkernels.rules.registry import apart, each_of, named, plain
 from dpkernels.tape import RecordingError, Tape, Tracked
 
 _said: set[str] = set()
@@ -33,15 +34,24 @@ def fallback(tape: Tape, func: Callable[..., Any], args: Sequence[Any], kwargs: 
     layout = _common_layout(tape, [leaves[i] for i in samples], what)
     units = tape.batch if layout.lines is None else len(layout.lines)
 
+    out_specs: list[Any] = [None]
+
     def call(own: Sequence[Tensor], xs: Sequence[Tensor]) -> list[Any]:
-        values = [plain(x) for x in leaves]
+        values = list(leaves)
         for i, value in zip((*parameters, *samples), (*own, *xs), strict=True):
             values[i] = value
         a, k = pytree.tree_unflatten(values, spec)
-        return pytree.tree_flatten(func(*a, **k))[0]
+        flat, out_specs[0] = pytree.tree_flatten(func(*a, **k))
+        return flat
 
+    each = apart(*leaves)
+    own = [_own(tape, leaves[i], layout) if each else plain(leaves[i]) for i in parameters]
     before = torch.get_rng_state()
-    result = func(*pytree.tree_map(plain, tuple(args)), **pytree.tree_map(plain, kwargs))
+    if each:
+        flat = _run_apart(call, own, [leaves[i] for i in samples], units)
+        result = pytree.tree_unflatten(flat, out_specs[0])
+    else:
+        result = func(*pytree.tree_map(plain, tuple(args)), **pytree.tree_map(plain, kwargs))
     if not torch.equal(before, torch.get_rng_state()):
         raise RecordingError(f"{what}: draws random numbers and has no rule of its own. Draw them in an op before it")
     outputs, out_spec = pytree.tree_flatten(result)
@@ -54,8 +64,7 @@ def fallback(tape: Tape, func: Callable[..., Any], args: Sequence[Any], kwargs: 
                 f"{what}: gives an output of shape {tuple(outputs[i].shape)} for {tape.batch} samples, must have the "
                 "sample in dim 0: the op mixes samples or moves them"
             )
-    own = [plain(leaves[i]) for i in parameters]
-    if tape.replaced:
+    if tape.replaced and not each:
         _check_separate(
             call, own, [leaves[i].detach() for i in samples], [outputs[i] for i in chosen], chosen, units, what
         )
@@ -64,7 +73,7 @@ def fallback(tape: Tape, func: Callable[..., Any], args: Sequence[Any], kwargs: 
     def write(saved: tuple[Tensor, ...], gradients: tuple[Tensor | None, ...]) -> None:
         gs = [torch.zeros_like(y) if g is None else g for y, g in zip(saved[len(samples) :], gradients, strict=True)]
         xs, gs = ([_split(t, units) for t in ts] for ts in (saved[: len(samples)], gs))
-        rows = _per_unit(lambda ps, x: [call(ps, x)[i] for i in chosen], own, xs, gs, what)
+        rows = _per_unit(lambda ps, x: [call(ps, x)[i] for i in chosen], own, xs, gs, what, each)
         for i, row in zip(parameters, rows, strict=True):
             if layout.lines is not None:
                 row = row.new_zeros(tape.batch, *row.shape[1:]).index_add(0, layout.lines, row)
@@ -76,6 +85,21 @@ def fallback(tape: Tape, func: Callable[..., Any], args: Sequence[Any], kwargs: 
     for i, y in zip(chosen, tapped, strict=True):
         outputs[i] = y
     return pytree.tree_unflatten(outputs, out_spec)
+
+
+def _own(tape: Tape, parameter: Tracked, layout: Layout) -> Tensor:
+    """What a parameter is for each unit."""
+    values = each_of(parameter)
+    values = plain(parameter).expand(tape.batch, *parameter.shape) if values is None else values
+    return values if layout.lines is None else values[layout.lines]
+
+
+def _run_apart(call: Callable[..., list[Any]], own: list[Tensor], xs: list[Tensor], units: int) -> list[Any]:
+    """The op's tensors, each unit with parameters of its own."""
+    count = len(own)
+    operands = [*own, *(_split(x, units) for x in xs)]
+    found = for_each(lambda *t: tuple(call(t[:count], t[count:])), [0] * len(operands), operands)
+    return [y.flatten(0, 1) if y.dim() > 1 else y for y in found]
 
 
 def _common_layout(tape: Tape, tensors: list[Tensor], what: str) -> Layout:
@@ -94,35 +118,40 @@ def _split(t: Tensor, units: int) -> Tensor:
 
 
 def _per_unit(
-    function: Callable[..., list[Tensor]], own: list[Tensor], xs: list[Tensor], gs: list[Tensor], what: str
+    function: Callable[..., list[Tensor]],
+    own: list[Tensor],
+    xs: list[Tensor],
+    gs: list[Tensor],
+    what: str,
+    each: bool,
 ) -> list[Tensor]:
-    """The vjp with respect to `own` for each unit, stacked."""
+    """The vjp with respect to `own` for each unit, stacked; with `each`, every unit has its own in dim 0."""
 
-    def one(x: list[Tensor], g: list[Tensor]) -> Any:
-        vjp = torch.func.vjp(lambda *ps: tuple(function(ps, x)), *own)[1]
+    def one(values: list[Tensor], x: list[Tensor], g: list[Tensor]) -> Any:
+        vjp = torch.func.vjp(lambda *ps: tuple(function(ps, x)), *values)[1]
         return vjp(tuple(g))
 
     try:
         with warnings.catch_warnings():  # vmap's own about slow ops; ours has been said
             warnings.simplefilter("ignore")
-            return list(torch.func.vmap(one)(xs, gs))
+            return list(torch.func.vmap(one, in_dims=(0 if each else None, 0, 0))(own, xs, gs))
     except (RuntimeError, NotImplementedError, ValueError):  # no batching rule: one after the other
         try:
-            return _one_by_one(function, own, xs, gs)
+            return _one_by_one(function, own, xs, gs, each)
         except Exception as error:
             raise RecordingError(f"{what}: does not run on one sample alone ({error})") from error
 
 
 def _one_by_one(
-    function: Callable[..., list[Tensor]], own: list[Tensor], xs: list[Tensor], gs: list[Tensor]
+    function: Callable[..., list[Tensor]], own: list[Tensor], xs: list[Tensor], gs: list[Tensor], each: bool
 ) -> list[Tensor]:
     rows: list[list[Tensor]] = [[] for _ in own]
     for i in range(len(gs[0])):
         with torch.enable_grad():
-            leaves = [p.detach().requires_grad_() for p in own]
+            leaves = [(p[i] if each else p).detach().requires_grad_() for p in own]
             outputs = function(leaves, [x[i] for x in xs])
             grads = torch.autograd.grad(outputs, leaves, [g[i] for g in gs], allow_unused=True)
-        for row, p, grad in zip(rows, own, grads, strict=True):
+        for row, p, grad in zip(rows, leaves, grads, strict=True):
             row.append(torch.zeros_like(p) if grad is None else grad)
     return [torch.stack(row) for row in rows]
 

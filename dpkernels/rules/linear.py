@@ -8,8 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dpkernels.each import NOTHING, Each
+from dpkernels.layouts import Layout
 from dpkernels.rules.fallback import fallback
-from dpkernels.rules.registry import named, plain, reduced, rule, tracked
+from dpkernels.rules.registry import apart, each_of, named, plain, reduced, rule, tracked
 from dpkernels.tape import Tape, Tracked
 
 
@@ -19,18 +21,45 @@ def linear(tape: Tape, input: Any, weight: Any, bias: Any = None) -> Any:
     if tracked(input) or not tape.holds_samples(input) or tape.holds_samples(weight) or tape.holds_samples(bias):
         return fallback(tape, F.linear, (input, weight, bias), {})
     layout = tape.layout(input, input.dim() - 1, named("linear", weight, bias))
+    if apart(weight, bias):
+        return _linear_apart(tape, input, weight, bias, layout)
     output = F.linear(input, plain(weight), plain(bias))
+    fixed = not input.requires_grad
 
     def write(saved: tuple[Tensor, ...], gradients: tuple[Tensor | None, ...]) -> None:
         (g,) = gradients
         assert g is not None
         if isinstance(weight, Tracked):
             (x,) = saved
-            tape.add_outer(weight, tape.by_sample(x.to(g.dtype), layout, 1), tape.by_sample(g, layout, 1))
+            tape.add_outer(weight, tape.by_sample(x.to(g.dtype), layout, 1), tape.by_sample(g, layout, 1), fixed)
         if isinstance(bias, Tracked):
             tape.add_dense(bias, reduced(tape, g, layout, 1))
 
     return tape.tap((output,), (input,) if isinstance(weight, Tracked) else (), write)[0]
+
+
+def _linear_apart(tape: Tape, input: Tensor, weight: Any, bias: Any, layout: Layout) -> Tensor:
+    """The same where each sample has a weight or a bias of its own."""
+    each = weight._each if apart(weight) else Each(weight, matrix=NOTHING)
+    shift = each_of(bias)
+    shape = (*input.shape[:-1], each.shared.shape[0])
+    fixed = not input.requires_grad
+    with torch.no_grad():
+        y = each.linear(tape.by_sample(input, layout, 1))
+        if shift is not None:
+            y += shift.unsqueeze(1)
+        elif bias is not None:
+            y += plain(bias)
+
+    def backward(x: Tensor, g: Tensor, write: bool, needed: bool) -> Tensor | None:
+        lines = tape.by_sample(g, layout, 1)
+        if write and isinstance(weight, Tracked):
+            tape.add_outer(weight, tape.by_sample(x.to(g.dtype), layout, 1), lines, fixed)
+        if write and isinstance(bias, Tracked):
+            tape.add_dense(bias, reduced(tape, g, layout, 1))
+        return layout.in_place(each.linear_input(lines), x.shape).to(x.dtype) if needed else None
+
+    return tape.replace(layout.in_place(y, shape), input, backward)
 
 
 @rule(torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, torch.mv, Tensor.mv)

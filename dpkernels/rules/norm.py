@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dpkernels.layouts import Layout
+from dpkernels.rules.broadcast import promote
 from dpkernels.rules.fallback import fallback
-from dpkernels.rules.registry import named, plain, reduced, reduced_to_channels, rule, tracked
+from dpkernels.rules.registry import apart, each_of, named, plain, reduced, reduced_to_channels, rule, tracked
 from dpkernels.tape import RecordingError, Tape, Tracked
 
 
@@ -28,10 +29,14 @@ def layer_norm(
     """y = w * normalised(x) + b over the last dimensions."""
 
     def normalise(x: Tensor, w: Any = None, b: Any = None) -> Tensor:
-        return F.layer_norm(x, tuple(normalized_shape), w, b, eps)
+        if w is None or w.dim() == len(normalized_shape):
+            return F.layer_norm(x, tuple(normalized_shape), w, b, eps)
+        n = F.layer_norm(x, tuple(normalized_shape), eps=eps).view(tape.batch, -1, *normalized_shape)
+        y = n.mul_(w.unsqueeze(1)) if b is None else torch.addcmul(b.unsqueeze(1), n, w.unsqueeze(1))
+        return y.view(x.shape)
 
     def rows(x: Tensor, g: Tensor, w: Tensor, needed: bool) -> tuple[Tensor, Tensor, Tensor]:
-        lines = (tape.batch, -1, w.numel())
+        lines = (tape.batch, -1, w.shape[-1])
         return torch.ops.dpkernels.layer_norm_rows(x.reshape(lines), g.reshape(lines), w, eps, needed)  # type: ignore[no-any-return]
 
     return _over_last(tape, "layer_norm", normalise, input, len(normalized_shape), weight, bias, rows)
@@ -62,7 +67,10 @@ def group_norm(
     """y = w * normalised(x) + b, one w and b for each channel."""
 
     def normalise(x: Tensor, w: Any = None, b: Any = None) -> Tensor:
-        return F.group_norm(x, num_groups, w, b, eps)
+        if w is None or w.dim() == 1:
+            return F.group_norm(x, num_groups, w, b, eps)
+        images, scale, shift = x.reshape(1, -1, *x.shape[2:]), w.flatten(), None if b is None else b.flatten()
+        return F.group_norm(images, len(x) * num_groups, scale, shift, eps).view(x.shape)  # groups of one image
 
     def rows(x: Tensor, g: Tensor, w: Tensor, needed: bool) -> tuple[Tensor, Tensor, Tensor]:
         places = (*x.shape[:2], x.shape[2:].numel())
@@ -145,7 +153,9 @@ def _over_last(
         return fallback(tape, normalise, (input, weight, bias), {})
     layout = tape.layout(input, input.dim() - event, named(name, weight, bias))
     if rows is not None and isinstance(weight, Tracked) and _in_order(layout, input, weight):
-        return _replaced(tape, normalise, rows, input, weight, bias, lambda t: t)
+        return _replaced(tape, normalise, rows, input, weight, bias, lambda t: t, lambda t: t)
+    if apart(weight, bias):
+        return _scaled_apart(tape, normalise(input), weight, bias, layout, (1,) * (input.dim() - event), ())
 
     def write(saved: tuple[Tensor, ...], gradients: tuple[Tensor | None, ...]) -> None:
         (g,) = gradients
@@ -172,7 +182,10 @@ def _over_channels(
         return fallback(tape, normalise, (input, weight, bias), {})
     layout = tape.layout(input, 1, named(name, weight, bias))
     if rows is not None and isinstance(weight, Tracked) and _in_order(layout, input, weight):
-        return _replaced(tape, normalise, rows, input, weight, bias, lambda t: reduced(tape, t, layout, 1))
+        by_sample, copies = (lambda t: reduced(tape, t, layout, 1)), layout.copies
+        return _replaced(tape, normalise, rows, input, weight, bias, by_sample, copies)
+    if apart(weight, bias):
+        return _scaled_apart(tape, normalise(input), weight, bias, layout, (1,), (1,) * (input.dim() - 2))
 
     def write(saved: tuple[Tensor, ...], gradients: tuple[Tensor | None, ...]) -> None:
         (g,) = gradients
@@ -199,11 +212,14 @@ def _replaced(
     weight: Tracked,
     bias: Any,
     by_sample: Callable[[Tensor], Tensor],
+    copies: Callable[[Tensor], Tensor],
 ) -> Tensor:
     """The layer with a backward that gives rows and the input's gradient in one pass."""
+    each = apart(weight, bias)
+    w, b = (copies(own) if each and (own := _own(tape, t)) is not None else plain(t) for t in (weight, bias))
 
     def backward(x: Tensor, g: Tensor, write: bool, needed: bool) -> Tensor | None:
-        dx, scale, shift = rows(x, g, plain(weight).contiguous(), needed)
+        dx, scale, shift = rows(x, g, w.flatten(1 if each else 0).contiguous(), needed)
         if write:
             tape.add_dense(weight, by_sample(scale))
             if isinstance(bias, Tracked):
@@ -211,5 +227,25 @@ def _replaced(
         return dx.view(x.shape) if needed else None
 
     with torch.no_grad():
-        output = normalise(input, plain(weight), plain(bias))
+        output = normalise(input, w, b)
     return tape.replace(output, input, backward)
+
+
+def _own(tape: Tape, t: Any) -> Tensor | None:
+    """What t is for each sample, [B, *shape], also if it is the same for all; None for None."""
+    if t is None or apart(t):
+        return each_of(t)
+    return plain(t).expand(tape.batch, *t.shape)  # type: ignore[no-any-return]
+
+
+def _scaled_apart(
+    tape: Tape, normalised: Tensor, weight: Any, bias: Any, layout: Layout, before: Sequence[int], after: Sequence[int]
+) -> Tensor:
+    """normalised * w + b, where each sample has a scale or a shift of its own."""
+
+    def spread(t: Any) -> Tensor:
+        shape = (*before, *t.shape, *after)
+        return promote(tape, t, layout, shape) if tracked(t) else t.reshape(shape)
+
+    y = normalised if weight is None else normalised * spread(weight)
+    return y if bias is None else y + spread(bias)

@@ -27,7 +27,20 @@ def rule(*ops: Any) -> Callable[[_R], _R]:
 
 def plain(x: Any) -> Any:
     """A Tracked's value, cut off from autograd; anything else as it is."""
-    return x._value.detach() if isinstance(x, Tracked) else x
+    if not isinstance(x, Tracked):
+        return x
+    assert x._each is None, "samples have values of their own"
+    return x._value.detach()
+
+
+def apart(*xs: Any) -> bool:
+    """Whether any of these is a parameter that samples have values of their own for."""
+    return any(isinstance(x, Tracked) and x._each is not None for x in xs)
+
+
+def each_of(x: Any) -> Tensor | None:
+    """What a parameter, or nothing at all, is for each sample, [B, *shape]; for a constant or None, None."""
+    return x._each.plain if isinstance(x, Tracked) and x._each is not None else None
 
 
 def tracked(*xs: Any) -> bool:

@@ -1,0 +1,148 @@
+"""What a parameter is for each sample, while every sample walks steps of its own: the shared value plus its row.
+
+Held in one of two ways (`planner.Hold` chooses):
+
+    factors   the row as terms: a linear layer is the shared product plus a low-rank correction,
+                  x (W + sum_s g_s a_s^T)^T = x W^T + (x a^T) g
+    values    W + row, [B, *shape]: a layer works with each sample's own weights
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dpkernels import factors, forming
+from dpkernels.factors import Matrix
+
+NOTHING = Matrix(0, 0, 0)  # no terms: all samples share the value
+
+
+class Each:
+    """Each sample's own value of a parameter, or of something derived from parameters.
+
+    `turned`: the matrix is that of the transpose of `shared`.
+    """
+
+    def __init__(
+        self,
+        shared: Tensor,
+        *,
+        matrix: Matrix | None = None,
+        turned: bool = False,
+        values: Tensor | None = None,
+        source: Each | None = None,
+    ) -> None:
+        self.shared = shared.detach()
+        self.matrix = matrix
+        self._turned = turned
+        self._values = values
+        self._source = source
+
+    @property
+    def values(self) -> Tensor:
+        """W_i, [B, *shape]; derived ones have the graph that leads to those of the leaves."""
+        if self._values is None and self._source is not None:
+            values = self._source.values
+            self._values = values.transpose(1, 2) if self._turned != self._source._turned else values
+        elif self._values is None:
+            self._values = self._formed().requires_grad_()
+        return self._values
+
+    @property
+    def plain(self) -> Tensor:
+        """The same without a graph."""
+        return self.values.detach()
+
+    def viewed(self, value: Tensor) -> Each | None:
+        """For a view of the shared value; None if these factors have none."""
+        same = (self.shared.shape, self.shared.stride())
+        if self.matrix is None or value.data_ptr() != self.shared.data_ptr():
+            return None
+        if (value.shape, value.stride()) == same:
+            return Each(value, matrix=self.matrix, turned=self._turned, source=self)
+        if value.dim() == 2 and (value.T.shape, value.T.stride()) == same:
+            return Each(value, matrix=self.matrix, turned=not self._turned, source=self)
+        return None
+
+    def linear(self, x: Tensor) -> Tensor:
+        """x_i W_i^T, from x [B, T, width]."""
+        if self.matrix is None:
+            return _product(x, self.plain.transpose(1, 2))
+        y = F.linear(x, self.shared)
+        return _add_backward(y, x, self.matrix) if self._turned else _add_forward(y, x, self.matrix)
+
+    def linear_input(self, g: Tensor) -> Tensor:
+        """g_i W_i, from g [B, T, height]."""
+        if self.matrix is None:
+            return _product(g, self.plain)
+        dx = g @ self.shared.to(g.dtype)
+        return _add_forward(dx, g, self.matrix) if self._turned else _add_backward(dx, g, self.matrix)
+
+    def lines(self, ids: Tensor) -> Tensor:
+        """Lines W_i[ids_i], [B, T, width] from ids [B, T]."""
+        if self.matrix is None or self._turned:
+            height = self.shared.shape[0]
+            offset = height * torch.arange(len(ids), device=ids.device).unsqueeze(1)
+            return F.embedding(ids + offset, self.plain.reshape(-1, *self.shared.shape[1:]))
+        result = F.embedding(ids, self.shared)
+        m = self.matrix
+        if m.outer is not None:
+            index = ids.unsqueeze(1).expand(-1, m.outer.g.shape[1], -1)
+            result = torch.baddbmm(result, m.outer.g.gather(2, index).transpose(1, 2), m.outer.a)
+        if m.rows is not None:
+            same = (ids.unsqueeze(2) == m.rows.ids.unsqueeze(1)).to(result.dtype)
+            result = torch.baddbmm(result, same, m.rows.g)
+        return result
+
+    def _formed(self) -> Tensor:
+        m, shared = self.matrix, self.shared
+        assert m is not None
+        if not m.terms:
+            return shared.expand(m.batch, *shared.shape).clone()
+        pieces = [factors.block(m, s, 0, m.height).to(shared.dtype) for s in factors.chunks(m.batch, shared.numel())]
+        return torch.cat(pieces).reshape(m.batch, *shared.shape) + shared
+
+
+def _product(x: Tensor, w: Tensor) -> Tensor:
+    return torch.bmm(x, w.to(x.dtype))
+
+
+def _add_forward(y: Tensor, x: Tensor, m: Matrix) -> Tensor:
+    """y += x row^T."""
+    if m.outer is not None:
+        y = forming.low_rank(y, x, m.outer.a, m.outer.g)
+    if m.rows is not None:
+        ids = m.rows.ids.unsqueeze(1).expand(-1, x.shape[1], -1)
+        y = y.scatter_add(2, ids, x @ m.rows.g.transpose(1, 2).to(x.dtype))
+    return y
+
+
+def _add_backward(dx: Tensor, g: Tensor, m: Matrix) -> Tensor:
+    """dx += g row."""
+    if m.outer is not None:
+        dx = forming.low_rank(dx, g, m.outer.g, m.outer.a)
+    if m.rows is not None:
+        ids = m.rows.ids.unsqueeze(1).expand(-1, g.shape[1], -1)
+        dx = torch.baddbmm(dx, g.gather(2, ids), m.rows.g.to(g.dtype))
+    return dx
+
+
+def for_each(function: Callable[..., Any], in_dims: Sequence[int | None], operands: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors that `function` gives for each sample, stacked; operands with a dim of None are the same for all."""
+    try:
+        with warnings.catch_warnings():  # vmap's own about slow ops
+            warnings.simplefilter("ignore")
+            return list(torch.func.vmap(function, in_dims=tuple(in_dims))(*operands))
+    except (RuntimeError, NotImplementedError, ValueError):  # no batching rule: one after the other
+        batch = next(len(t) for t, dim in zip(operands, in_dims, strict=True) if dim == 0)
+        alone = [
+            function(*(t if dim is None else t[i] for t, dim in zip(operands, in_dims, strict=True)))
+            for i in range(batch)
+        ]
+        return [torch.stack(parts) for parts in zip(*alone, strict=True)]
