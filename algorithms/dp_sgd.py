@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import dpkernels as dpk
-from dpkernels import checks
 from dpkernels.members import members_of
-from dpkernels.nested import flat_tensors, map_tensors
+
+from .incremental_norms import NormSummary
+from .private_mean import PrivateMean
 
 
 class DPSGD:
@@ -31,6 +31,7 @@ class DPSGD:
         micro_batch_size: the most samples to run at a time; a larger batch goes in parts, with noise once.
         max_bytes: memory that rows may take, see `dpk.per_sample_gradients`.
         seed: makes the noise reproducible, and nothing private from whoever knows it.
+        watch_norms: keep every sample's incremental norm for `incremental_norms`. NOT private.
 
     The tensors in `.grad` are written again by the next step unless `zero_grad` let go of them: clone what you keep.
 
@@ -54,28 +55,24 @@ class DPSGD:
         micro_batch_size: int | None = None,
         max_bytes: int | None = None,
         seed: int | None = None,
+        watch_norms: bool = False,
     ) -> None:
-        bound = checks.number("max_norm", max_norm, low=0, finite=False)
-        multiplier = checks.number("noise_multiplier", noise_multiplier, low=0)
-        if multiplier > 0 and math.isinf(bound):
-            raise ValueError("max_norm: got inf, must be finite when noise_multiplier > 0: noise is relative to it")
-        if checks.number("expected_batch_size", expected_batch_size, low=0) == 0:
-            raise ValueError("expected_batch_size: got 0, must be > 0")
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ValueError(f"optimizer: got a {type(optimizer).__name__}, must be a torch.optim.Optimizer")
-        if micro_batch_size is not None:
-            checks.whole("micro_batch_size", micro_batch_size, low=1, cure=" or None")
-        rule = dpk.clipping.Flat(bound) if clip is None else dpk.clipping.as_rule(clip)
-        if rule.row_norm > bound * (1 + 1e-9):
-            raise ValueError(f"clip: its rows are up to {rule.row_norm:g} long, must be at most max_norm = {bound:g}")
+        self._mean = PrivateMean(
+            max_norm=max_norm,
+            noise_multiplier=noise_multiplier,
+            expected_batch_size=expected_batch_size,
+            sampling_rate=sampling_rate,
+            clip=clip,
+            micro_batch_size=micro_batch_size,
+            seed=seed,
+            watch_norms=watch_norms,
+        )
         self.model = model
         self.loss_fn = loss_fn
         self.optimizer = optimizer
-        self.ledger = dpk.accounting.Ledger(sampling_rate)
-        self.noise = dpk.Gaussian(multiplier * bound if multiplier else 0.0, seed=seed, ledger=self.ledger)
-        self._clip = rule
-        self._expected_batch_size = float(expected_batch_size)
-        self._micro_batch_size = micro_batch_size
+        self.ledger, self.noise = self._mean.ledger, self._mean.noise
         self._max_bytes = max_bytes
         self._written: dict[str, tuple[Tensor, int]] = {}  # gradients of ours, and their versions
         self._refuse_other_gradients()
@@ -83,18 +80,17 @@ class DPSGD:
     def step(self, inputs: Any, targets: Any) -> None:
         """One step on a batch, of whatever size the sampling gave it; an empty one is a step of noise alone."""
         parameters = {name: p for name, p in self._refuse_other_gradients().items() if p.requires_grad}
-        *first, last = self._micro_batches(inputs, targets)
-        onto: dict[str, Tensor] | None = None
-        for x, y in first:
-            rows = self._gradients(x, y)
-            onto = rows.clip_sum(self._clip, onto=onto, dtype=torch.float64).sum
-        rows = self._gradients(*last)
-        own = {}
-        for name, p in parameters.items():  # a gradient of ours is written again; nobody sees it before the noise is in
-            if p.grad is not None and p.grad is self._written.get(name, (None, 0))[0]:
-                own[name] = p.grad
-            p.grad = None
-        private = rows.clip_sum(self._clip, self.noise, onto=onto, scale=1 / self._expected_batch_size, out=own).sum
+
+        def own() -> dict[str, Tensor]:
+            """Gradients of ours, which are written again; nobody sees them before the noise is in."""
+            found = {}
+            for name, p in parameters.items():
+                if p.grad is not None and p.grad is self._written.get(name, (None, 0))[0]:
+                    found[name] = p.grad
+                p.grad = None
+            return found
+
+        private = self._mean.release(self._gradients, inputs, targets, own)
         for name, p in parameters.items():
             p.grad = private[name].to(p.dtype)
             torch.autograd.graph.increment_version(p.grad)
@@ -108,20 +104,9 @@ class DPSGD:
         """The epsilon at `delta` of all steps so far."""
         return self.ledger.epsilon(delta)
 
-    def _micro_batches(self, inputs: Any, targets: Any) -> list[tuple[Any, Any]]:
-        batch = next((t.shape[0] for t in flat_tensors(inputs) if t.dim() > 0), 0)
-        size = self._micro_batch_size or max(batch, 1)
-
-        if batch <= size:
-            return [(inputs, targets)]
-        parts = []
-        for first in range(0, batch, size):
-
-            def part(t: Tensor, first: int = first) -> Tensor:
-                return t[first : first + size] if t.dim() else t
-
-            parts.append((map_tensors(part, inputs), map_tensors(part, targets)))
-        return parts
+    def incremental_norms(self) -> NormSummary:
+        """How far gradients went beyond max_norm. NOT private: needs `watch_norms`."""
+        return self._mean.incremental_norms()
 
     def _refuse_other_gradients(self) -> dict[str, nn.Parameter]:
         """Refuse what the optimizer would step without noise: other parameters, and gradients not written here."""

@@ -63,7 +63,7 @@ class Layout:
         """Each sample's value, [B, ...], for each line of the dimension that samples are in."""
         if self.lines is not None:
             return values[self.lines]
-        return values.repeat_interleave(self.rows, 0) if self.rows > 1 else values
+        return values if self.rows == 1 else values.repeat_interleave(self.rows, 0)
 
     def _places(self, batch: int) -> tuple[Tensor, Tensor, int]:
         """For each line its sample and its number among that sample's; and the most lines a sample has."""

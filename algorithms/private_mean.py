@@ -1,0 +1,94 @@
+"""What algorithms that release one clipped sum for each batch have in common: (sum_i clip(row_i) + noise) / size."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import dpkernels as dpk
+from dpkernels import checks
+from dpkernels.nested import flat_tensors, map_tensors
+
+from .incremental_norms import IncrementalNorms, NormSummary
+
+
+class PrivateMean:
+    """Clips rows to `max_norm`, adds N(0, (noise_multiplier * max_norm)^2), divides by `expected_batch_size`.
+
+    Arguments are those of the algorithms, which say what they mean.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_norm: float,
+        noise_multiplier: float,
+        expected_batch_size: float,
+        sampling_rate: float,
+        clip: dpk.clipping.Rule | None,
+        micro_batch_size: int | None,
+        seed: int | None,
+        watch_norms: bool,
+    ) -> None:
+        bound = checks.number("max_norm", max_norm, low=0, finite=False)
+        multiplier = checks.number("noise_multiplier", noise_multiplier, low=0)
+        if multiplier > 0 and math.isinf(bound):
+            raise ValueError("max_norm: got inf, must be finite when noise_multiplier > 0: noise is relative to it")
+        if checks.number("expected_batch_size", expected_batch_size, low=0) == 0:
+            raise ValueError("expected_batch_size: got 0, must be > 0")
+        if micro_batch_size is not None:
+            checks.whole("micro_batch_size", micro_batch_size, low=1, cure=" or None")
+        rule = dpk.clipping.Flat(bound) if clip is None else dpk.clipping.as_rule(clip)
+        if rule.row_norm > bound * (1 + 1e-9):
+            raise ValueError(f"clip: its rows are up to {rule.row_norm:g} long, must be at most max_norm = {bound:g}")
+        self.ledger = dpk.accounting.Ledger(sampling_rate)
+        self.noise = dpk.Gaussian(multiplier * bound if multiplier else 0.0, seed=seed, ledger=self.ledger)
+        self._norms = IncrementalNorms(bound) if watch_norms else None
+        self._clip = rule
+        self._expected_batch_size = float(expected_batch_size)
+        self._micro_batch_size = micro_batch_size
+
+    def release(
+        self,
+        rows_of: Callable[[Any, Any], dpk.PerSample],
+        inputs: Any,
+        targets: Any,
+        out: Callable[[], dict[str, Tensor]],
+    ) -> dict[str, Tensor]:
+        """The private mean over a batch; `out` is asked for memory to put it in when all else is done."""
+        *first, last = self._micro_batches(inputs, targets)
+        onto: dict[str, Tensor] | None = None
+        for x, y in first:
+            found = rows_of(x, y).clip_sum(self._clip, onto=onto, dtype=torch.float64)
+            onto = found.sum
+            self._watch(found.norms)
+        rows = rows_of(*last)
+        scale = 1 / self._expected_batch_size
+        found = rows.clip_sum(self._clip, self.noise, onto=onto, scale=scale, out=out())
+        self._watch(found.norms)
+        private: dict[str, Tensor] = found.sum
+        return private
+
+    def incremental_norms(self) -> NormSummary:
+        """Of all rows so far. NOT private."""
+        if self._norms is None:
+            raise ValueError("watch_norms: got False, must be True to have incremental norms, which are not private")
+        return self._norms.summary()
+
+    def _watch(self, norms: Tensor) -> None:
+        if self._norms is not None:
+            self._norms.add(norms)
+
+    def _micro_batches(self, inputs: Any, targets: Any) -> Iterator[tuple[Any, Any]]:
+        batch = next((t.shape[0] for t in flat_tensors(inputs) if t.dim() > 0), 0)
+        size = self._micro_batch_size or max(batch, 1)
+        for first in range(0, max(batch, 1), size):
+
+            def part(t: Tensor, first: int = first) -> Tensor:
+                return t[first : first + size] if t.dim() and batch > size else t
+
+            yield map_tensors(part, inputs), map_tensors(part, targets)
