@@ -107,7 +107,7 @@ def promote(tape: Tape, parameter: Tracked, layout: Layout, shape: Sequence[int]
         assert g is not None
         g = at_least_float(g.movedim(layout.dim, 0).reshape(lines, parameter._value.numel()))
         if layout.lines is None:
-            rows = g.view(tape.batch, layout.rows, -1).sum(1) if layout.rows > 1 else g
+            rows = g if layout.rows == 1 else g.view(tape.batch, layout.rows, g.shape[1]).sum(1)
         else:
             rows = g.new_zeros(tape.batch, g.shape[1]).index_add(0, layout.lines, g)
         tape.add_dense(parameter, rows)
