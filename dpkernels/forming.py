@@ -61,7 +61,7 @@ def low_rank(y: Tensor, x: Tensor, a: Tensor, g: Tensor) -> Tensor:
 
 def copies(shared: Tensor, batch: int) -> Tensor:
     """A copy of a parameter for each sample."""
-    return torch.ops.dpkernels.copies(shared, batch)  # type: ignore[no-any-return]
+    return _op("copies", shared)(shared, batch)  # type: ignore[no-any-return]
 
 
 def _op(name: str, like: Tensor) -> Any:

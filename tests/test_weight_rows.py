@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import dpkernels as dpk
-from dpkernels import ops, reference
+from dpkernels import ops, reference_layers
 
 OPS = torch.ops.dpkernels
 OUTER = [(3, 7, 5, 3), (2, 300, 50, 33), (5, 1, 16, 8), (1, 9, 1, 1), (2, 513, 97, 9), (4, 3, 48, 64), (0, 3, 4, 5)]
@@ -67,7 +67,7 @@ def test_outer(sizes):
     close(rows, squares, g.double().transpose(1, 2) @ a.double())
     assert torch.equal(OPS.outer_squares(a, g), squares)
     by_gram, sizes = OPS.outer_gram(a, g)
-    wanted = reference.outer_gram(a, g)
+    wanted = reference_layers.outer_gram(a, g)
     torch.testing.assert_close(sizes, wanted[1], rtol=1e-13, atol=0)
     assert ((by_gram - wanted[0]).abs() <= 1e-14 * sizes.square()).all()
 
@@ -90,7 +90,7 @@ def test_convolution(name):
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 def test_the_reference_of_the_convolution(name):
     x, g, options = convolution(name)
-    rows, squares = reference.conv_rows(x.double(), g.double(), *options)
+    rows, squares = reference_layers.conv_rows(x.double(), g.double(), *options)
     close(rows, squares, by_autograd(x, g, *options))
 
 

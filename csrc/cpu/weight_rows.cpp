@@ -1,4 +1,5 @@
-// outer_rows, outer_squares and conv_rows: each sample's weight gradient and its norm^2 (weight_rows.h).
+// outer_rows, outer_squares and conv_rows: each sample's weight gradient and its norm^2 (weight_rows.h). With an
+// underscore: added onto weights of its own, of which `copies` makes the first.
 #include "weight_rows.h"
 
 #include <algorithm>
@@ -7,8 +8,10 @@
 #include <vector>
 
 #include "arguments.h"
+#include "convolution.h"
 #include "parallel.h"
 #include "pool.h"
+#include "scratch.h"
 
 #define DPK_KERNEL_FILE "weight_rows_kernel.h"
 #include "foreach_isa.h"
@@ -27,16 +30,6 @@ constexpr int64_t lines_at_a_time = 8;                // copied into blocks
 constexpr int64_t longest_sum = 1024;                 // places added up in one register
 constexpr int64_t units_wanted = 4;                   // of work, for threads to share
 constexpr int64_t streamed_bytes = int64_t{4} << 20;  // larger results are not read again from cache
-
-int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-// Floats of a thread, kept between calls; not filled.
-float* scratch(int which, int64_t floats) {
-  static thread_local std::array<std::vector<float>, 4> kept;
-  auto& memory = kept[static_cast<size_t>(which)];
-  if (memory.size() < static_cast<size_t>(floats)) memory.resize(static_cast<size_t>(floats));
-  return memory.data();
-}
 
 void fence() {
 #if DPK_HAVE_X86_VARIANTS
@@ -59,8 +52,15 @@ Tensor sum_of_parts(const std::vector<double>& parts, int64_t batch) {
 
 }  // namespace
 
-// The squares; and the rows too where `out` is not null.
-Tensor form_outer(const Tensor& a_given, const Tensor& g_given, float* out) {
+// Where rows go: nowhere, to memory that is not filled, or, with a scale, onto what is there.
+struct Destination {
+  float* data = nullptr;
+  bool onto = false;
+  float scale = 1.0f;
+};
+
+// The squares, unless rows are added onto others.
+Tensor form_outer(const Tensor& a_given, const Tensor& g_given, const Destination& out) {
   const Tensor a = a_given.stride(2) == 1 ? a_given : torch::stable::contiguous(a_given);
   const Tensor g = g_given.stride(2) == 1 ? g_given : torch::stable::contiguous(g_given);
   const int64_t batch = a.size(0), length = a.size(1), width = a.size(2), height = g.size(2);
@@ -102,8 +102,12 @@ Tensor form_outer(const Tensor& a_given, const Tensor& g_given, float* out) {
             k.product(packed + i * length + t0 * k.block, lines, panel, static_cast<int>(vectors), walk, at, tile,
                       t0 > 0);
             if (t0 + count < length) continue;
-            float* to = out == nullptr ? nullptr : out + (b * height + i) * width + first;
-            square += k.finish(at, tile, lines, columns, to, width, past_caches);
+            float* to = out.data == nullptr ? nullptr : out.data + (b * height + i) * width + first;
+            if (out.onto) {
+              k.add(at, tile, lines, columns, out.scale, to, width);
+            } else {
+              square += k.finish(at, tile, lines, columns, to, width, past_caches);
+            }
           }
         }
       }
@@ -115,52 +119,34 @@ Tensor form_outer(const Tensor& a_given, const Tensor& g_given, float* out) {
 
 std::tuple<Tensor, Tensor> outer_rows(const Tensor& a, const Tensor& g) {
   Tensor rows = pooled_floats({a.size(0), g.size(2), a.size(2)});
-  Tensor squares = form_outer(a, g, rows.mutable_data_ptr<float>());
+  Tensor squares = form_outer(a, g, {rows.mutable_data_ptr<float>()});
   return {rows, squares};
 }
 
-Tensor outer_squares(const Tensor& a, const Tensor& g) { return form_outer(a, g, nullptr); }
+void outer_rows_(Tensor rows, const Tensor& a, const Tensor& g, double scale) {
+  form_outer(a, g, {rows.mutable_data_ptr<float>(), true, static_cast<float>(scale)});
+}
+
+Tensor outer_squares(const Tensor& a, const Tensor& g) { return form_outer(a, g, {}); }
 
 namespace {
 
-using Three = std::array<int64_t, 3>;
-
-// A convolution of one to three dimensions as one of three: missing ones come first, of size one.
-struct Geometry {
-  int64_t batch, groups, inputs, outputs;  // inputs and outputs: channels of a group
-  Three in, out, kernel, stride, padding, dilation, padded;
-  int64_t places() const { return out[0] * out[1] * out[2]; }
-  int64_t taps() const { return kernel[0] * kernel[1] * kernel[2]; }
-};
-
-Three three(const std::vector<int64_t>& values, int64_t missing) {
-  Three result{missing, missing, missing};
-  std::copy(values.begin(), values.end(), result.end() - static_cast<std::ptrdiff_t>(values.size()));
-  return result;
-}
-
-Three places_of(const Tensor& t) {
-  std::vector<int64_t> sizes;
-  for (int64_t d = 2; d < t.dim(); ++d) sizes.push_back(t.size(d));
-  return three(sizes, 1);
-}
-
 // One sample's group with channels last, within zeros.
-void pack_inputs(const Geometry& s, const WeightRowKernels& k, const float* x, float* packed) {
-  const int64_t plane = s.in[1] * s.in[2], line = s.padded[2] * s.inputs;
-  if (s.padded != s.in) std::fill_n(packed, s.padded[0] * s.padded[1] * line, 0.0f);
+void pack_inputs(const Convolution& s, const Three& padded, const WeightRowKernels& k, const float* x, float* packed) {
+  const int64_t plane = s.in[1] * s.in[2], line = padded[2] * s.inputs;
+  if (padded != s.in) std::fill_n(packed, padded[0] * padded[1] * line, 0.0f);
   for (int64_t z = 0; z < s.in[0]; ++z) {
     for (int64_t y = 0; y < s.in[1]; ++y) {
-      float* to = packed + ((z + s.padding[0]) * s.padded[1] + y + s.padding[1]) * line + s.padding[2] * s.inputs;
+      float* to = packed + ((z + s.padding[0]) * padded[1] + y + s.padding[1]) * line + s.padding[2] * s.inputs;
       k.interleave(x + z * plane + y * s.in[2], s.in[0] * plane, static_cast<int>(s.inputs), s.in[2], to, s.inputs);
     }
   }
 }
 
 // The rows of up to `block` outputs, [lines][taps][inputs] in `tile`.
-void conv_tile(const Geometry& s, const WeightRowKernels& k, const float* g, int lines, const float* x, float* tile,
-               int64_t tile_stride) {
-  const int64_t line = s.padded[2] * s.inputs, plane = s.padded[1] * line;
+void conv_tile(const Convolution& s, const Three& padded, const WeightRowKernels& k, const float* g, int lines,
+               const float* x, float* tile, int64_t tile_stride) {
+  const int64_t line = padded[2] * s.inputs, plane = padded[1] * line;
   const int64_t runs = s.dilation[2] == 1 ? 1 : s.kernel[2], run = s.kernel[2] * s.inputs / runs;
   const int64_t rows_at_a_time = std::max<int64_t>(1, longest_sum / std::max<int64_t>(s.out[2], 1));
   for (int64_t kz = 0; kz < s.kernel[0]; ++kz) {
@@ -189,26 +175,21 @@ void conv_tile(const Geometry& s, const WeightRowKernels& k, const float* g, int
 
 }  // namespace
 
-std::tuple<Tensor, Tensor> conv_rows(const Tensor& x_given, const Tensor& g_given, std::vector<int64_t> kernel,
-                                     std::vector<int64_t> stride, std::vector<int64_t> padding,
-                                     std::vector<int64_t> dilation, int64_t groups) {
+Tensor form_conv(const Tensor& x_given, const Tensor& g_given, const Three& kernel, const std::vector<int64_t>& stride,
+                 const std::vector<int64_t>& padding, const std::vector<int64_t>& dilation, int64_t groups,
+                 const Destination& out) {
   const Tensor x = torch::stable::contiguous(x_given), g = torch::stable::contiguous(g_given);
-  Geometry s{x.size(0),        groups,           x.size(1) / groups, g.size(1) / groups, places_of(x), places_of(g),
-             three(kernel, 1), three(stride, 1), three(padding, 0),  three(dilation, 1), Three{}};
-  for (size_t d = 0; d < 3; ++d) {
-    const int64_t reach = (s.out[d] - 1) * s.stride[d] + (s.kernel[d] - 1) * s.dilation[d] + 1;
-    s.padded[d] = std::max(s.in[d] + s.padding[d], reach);
-  }
-  std::vector<int64_t> sizes{s.batch, g.size(1), s.inputs};
-  sizes.insert(sizes.end(), kernel.begin(), kernel.end());
+  const Convolution s{x.size(0),       groups, x.size(1) / groups, g.size(1) / groups, places_of(x, 2),
+                      places_of(g, 2), kernel, three(stride, 1),   three(padding, 0),  three(dilation, 1)};
+  Three padded = s.reach();
+  for (size_t d = 0; d < 3; ++d) padded[d] = std::max(s.in[d] + s.padding[d], padded[d]);
   const WeightRowKernels& k = weight_row_kernels();
-  Tensor rows = pooled_floats(sizes);
   const auto* x_data = x.const_data_ptr<float>();
   const auto* g_data = g.const_data_ptr<float>();
-  auto* out = rows.mutable_data_ptr<float>();
-  const bool past_caches = many(rows.numel());
-  const int64_t in_places = s.in[0] * s.in[1] * s.in[2], row = s.taps() * s.inputs, slack = tile_vectors * k.lanes;
-  const int64_t packed_floats = s.padded[0] * s.padded[1] * s.padded[2] * s.inputs + slack;
+  const int64_t taps = product_of(kernel), places = product_of(s.out);
+  const bool past_caches = many(s.batch * g.size(1) * s.inputs * taps);
+  const int64_t in_places = product_of(s.in), row = taps * s.inputs, slack = tile_vectors * k.lanes;
+  const int64_t packed_floats = product_of(padded) * s.inputs + slack;
   const int64_t blocks = divide_up(s.outputs, k.block), samples_groups = s.batch * groups;
   const int64_t parts =
       std::min(std::max<int64_t>(blocks, 1), divide_up(units_wanted, std::max<int64_t>(samples_groups, 1)));
@@ -218,33 +199,68 @@ std::tuple<Tensor, Tensor> conv_rows(const Tensor& x_given, const Tensor& g_give
     for (int64_t unit = begin; unit < end; ++unit) {
       const int64_t group = unit / parts, part = unit % parts;  // of all groups of all samples
       float* packed = scratch(0, packed_floats);
-      if (group != packed_for) pack_inputs(s, k, x_data + group * s.inputs * in_places, packed);
+      if (group != packed_for) pack_inputs(s, padded, k, x_data + group * s.inputs * in_places, packed);
       packed_for = group;
-      float* g_packed = scratch(1, s.places() * k.block);
+      float* g_packed = scratch(1, places * k.block);
       float* tile = scratch(2, k.block * (row + slack));
       float* turned = scratch(3, row);
       for (int64_t b = blocks * part / parts; b < blocks * (part + 1) / parts; ++b) {
         double& square = squares[static_cast<size_t>(group * blocks + b)];
         const int64_t first = b * k.block;
         const int lines = static_cast<int>(std::min<int64_t>(k.block, s.outputs - first));
-        k.interleave(g_data + (group * s.outputs + first) * s.places(), s.places(), lines, s.places(), g_packed,
-                     k.block);
-        if (s.places() == 0) std::fill_n(tile, lines * (row + slack), 0.0f);
-        conv_tile(s, k, g_packed, lines, packed, tile, row + slack);
+        k.interleave(g_data + (group * s.outputs + first) * places, places, lines, places, g_packed, k.block);
+        if (places == 0) std::fill_n(tile, lines * (row + slack), 0.0f);
+        conv_tile(s, padded, k, g_packed, lines, packed, tile, row + slack);
         for (int m = 0; m < lines; ++m) {
           const float* from = tile + m * (row + slack);
-          if (s.taps() > 1) {
-            k.interleave(from, s.inputs, static_cast<int>(s.taps()), s.inputs, turned, s.taps());
+          if (taps > 1) {
+            k.interleave(from, s.inputs, static_cast<int>(taps), s.inputs, turned, taps);
             from = turned;
           }
-          float* to = out + (group * s.outputs + first + m) * row;
-          square += k.finish(from, row, 1, row, to, row, past_caches);
+          float* to = out.data + (group * s.outputs + first + m) * row;
+          if (out.onto) {
+            k.add(from, row, 1, row, out.scale, to, row);
+          } else {
+            square += k.finish(from, row, 1, row, to, row, past_caches);
+          }
         }
       }
     }
     fence();
   });
-  return {rows, sum_of_parts(squares, s.batch)};
+  return sum_of_parts(squares, s.batch);
+}
+
+std::tuple<Tensor, Tensor> conv_rows(const Tensor& x, const Tensor& g, std::vector<int64_t> kernel,
+                                     std::vector<int64_t> stride, std::vector<int64_t> padding,
+                                     std::vector<int64_t> dilation, int64_t groups) {
+  std::vector<int64_t> sizes{x.size(0), g.size(1), x.size(1) / groups};
+  sizes.insert(sizes.end(), kernel.begin(), kernel.end());
+  Tensor rows = pooled_floats(sizes);
+  Tensor squares =
+      form_conv(x, g, three(kernel, 1), stride, padding, dilation, groups, {rows.mutable_data_ptr<float>()});
+  return {rows, squares};
+}
+
+void conv_rows_(Tensor rows, const Tensor& x, const Tensor& g, double scale, std::vector<int64_t> stride,
+                std::vector<int64_t> padding, std::vector<int64_t> dilation, int64_t groups) {
+  form_conv(x, g, places_of(rows, 3), stride, padding, dilation, groups,
+            {rows.mutable_data_ptr<float>(), true, static_cast<float>(scale)});
+}
+
+// A copy for each sample, in memory of the pool.
+Tensor copies(const Tensor& shared_given, int64_t batch) {
+  const Tensor shared = torch::stable::contiguous(shared_given);
+  std::vector<int64_t> sizes{batch};
+  for (int64_t d = 0; d < shared.dim(); ++d) sizes.push_back(shared.size(d));
+  Tensor all = pooled_floats(sizes);
+  const auto* from = shared.const_data_ptr<float>();
+  auto* to = all.mutable_data_ptr<float>();
+  const int64_t count = shared.numel();
+  parallel_for(0, batch, (int64_t{1} << 15) / (count + 1) + 1, [&](int64_t begin, int64_t end) {
+    for (int64_t b = begin; b < end; ++b) std::copy_n(from, count, to + b * count);
+  });
+  return all;
 }
 
 }  // namespace dpk
@@ -253,4 +269,7 @@ STABLE_TORCH_LIBRARY_IMPL(dpkernels, CPU, m) {
   m.impl("outer_rows", TORCH_BOX(&dpk::outer_rows));
   m.impl("outer_squares", TORCH_BOX(&dpk::outer_squares));
   m.impl("conv_rows", TORCH_BOX(&dpk::conv_rows));
+  m.impl("outer_rows_", TORCH_BOX(&dpk::outer_rows_));
+  m.impl("conv_rows_", TORCH_BOX(&dpk::conv_rows_));
+  m.impl("copies", TORCH_BOX(&dpk::copies));
 }

@@ -37,6 +37,8 @@ struct WeightRowKernels {
   // `out` may be null.
   double (*finish)(const float* tile, int64_t stride, int rows, int64_t width, float* out, int64_t out_stride,
                    bool past_caches);
+  // out += scale * tile, over `rows` x `width` floats.
+  void (*add)(const float* tile, int64_t stride, int rows, int64_t width, float scale, float* out, int64_t out_stride);
   // out[place][m] = in[m][place] for m < rows, zeros up to `width`.
   void (*interleave)(const float* in, int64_t in_stride, int rows, int64_t places, float* out, int64_t width);
 };

@@ -111,6 +111,16 @@ double finish(const float* tile, int64_t stride, int rows, int64_t width, float*
   return rest;
 }
 
+void add(const float* tile, int64_t stride, int rows, int64_t width, float scale, float* out, int64_t out_stride) {
+  for (int m = 0; m < rows; ++m) {
+    const float* row = tile + m * stride;
+    float* to = out + m * out_stride;
+    int64_t j = 0;
+    for (; j + lanes <= width; j += lanes) store(to + j, load<Floats>(to + j) + scale * load<Floats>(row + j));
+    for (; j < width; ++j) to[j] += scale * row[j];
+  }
+}
+
 typedef float Eight __attribute__((vector_size(32)));
 typedef int32_t EightInts __attribute__((vector_size(32)));
 
@@ -161,7 +171,7 @@ void interleave(const float* in, int64_t in_stride, int rows, int64_t places, fl
   }
 }
 
-constexpr WeightRowKernels table = {block, lanes, product, pack, finish, interleave};
+constexpr WeightRowKernels table = {block, lanes, product, pack, finish, add, interleave};
 
 }  // namespace weight_rows
 }  // namespace dpk::DPK_ISA
