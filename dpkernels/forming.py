@@ -13,6 +13,8 @@ from torch import Tensor
 from dpkernels import ops, reference_layers
 from dpkernels.factors import Dense, at_least_float
 
+FEW = 4  # lines of a sample, below which factors are read at the speed of memory
+
 
 def outer_rows(a: Tensor, g: Tensor) -> Dense:
     """sum_t g_t a_t^T as stored rows."""
@@ -55,7 +57,10 @@ def low_rank(y: Tensor, x: Tensor, a: Tensor, g: Tensor) -> Tensor:
     """y + (x a^T) g for each sample, in the memory of y; x [B, T, p], a [B, S, p], g [B, S, d]."""
     if y.dtype != a.dtype:  # half types: the correction in float32
         return y + ((x.to(a.dtype) @ a.transpose(1, 2)) @ g).to(y.dtype)
-    _op("low_rank_", y)(y, x, a, g)
+    if x.shape[1] > FEW or not y.is_contiguous():  # then it is two products of matrices
+        reference_layers.low_rank_(y, x, a, g)
+    else:
+        _op("low_rank_", y)(y, x, a, g)
     return y
 
 

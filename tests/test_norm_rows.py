@@ -4,15 +4,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from dpkernels import reference_layers
+
 OPS = torch.ops.dpkernels
 
 
 def rows_of(normalise, x, g, w):
-    """Input gradient and rows of scale and shift, sample by sample."""
+    """Input gradient and rows of scale and shift, sample by sample; w may have a scale for each."""
     found = []
-    for a, b in zip(x.double(), g.double(), strict=True):
+    for i, (a, b) in enumerate(zip(x.double(), g.double(), strict=True)):
         a = a[None].requires_grad_()
-        scale = (torch.ones(w_size(x, w), dtype=torch.float64) if w is None else w.double()).requires_grad_()
+        own = w[i] if w is not None and w.dim() == 2 else w
+        scale = (torch.ones(w_size(x, w), dtype=torch.float64) if w is None else own.double()).requires_grad_()
         shift = torch.zeros_like(scale, requires_grad=True)
         found.append(torch.autograd.grad(normalise(a, scale, shift), (a, scale, shift), b[None]))
     return [torch.cat([f[0] for f in found]), *(torch.stack([f[i] for f in found]) for i in (1, 2))]
@@ -53,6 +56,22 @@ def test_group_norm(sizes, groups, needed):
     x, g, w = 3 + torch.randn(sizes), torch.randn(sizes), torch.randn(sizes[1])
     want = rows_of(lambda a, s, b: F.group_norm(a, groups, s, b, 1e-3), x, g, w)
     check(OPS.group_norm_rows(x, g, w, groups, 1e-3, needed), want, g, needed)
+
+
+@pytest.mark.usefixtures("isa")
+def test_samples_with_scales_of_their_own():
+    x, g, w = 3 + torch.randn(3, 4, 33), torch.randn(3, 4, 33), torch.randn(3, 33)
+    want = rows_of(lambda a, s, b: F.layer_norm(a, (33,), s, b, 1e-3), x, g, w)
+    check(OPS.layer_norm_rows(x, g, w, 1e-3, True), want, g, True)
+    w = torch.randn(3, 4)
+    want = rows_of(lambda a, s, b: F.group_norm(a, 2, s, b, 1e-3), x, g, w)
+    check(OPS.group_norm_rows(x, g, w, 2, 1e-3, True), want, g, True)
+    for rows, at in ((reference_layers.layer_norm_rows, 33), (reference_layers.group_norm_rows, 4)):
+        own, options = torch.randn(3, at), (2, 1e-3, True) if at == 4 else (1e-3, True)
+        for i in range(3):
+            together, alone = rows(x, g, own, *options), rows(x[i : i + 1], g[i : i + 1], own[i], *options)
+            for a, b in zip(together, alone, strict=True):
+                torch.testing.assert_close(a[i], b[0])
 
 
 def test_an_input_far_from_zero():

@@ -94,6 +94,29 @@ def test_the_reference_of_the_convolution(name):
     close(rows, squares, by_autograd(x, g, *options))
 
 
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+@pytest.mark.usefixtures("isa")
+def test_convolution_onto_weights(name):
+    x, g, (kernel, *steps) = convolution(name)
+    start = torch.randn(len(x), g.shape[1], x.shape[1] // steps[-1], *kernel)
+    weights = start.clone()
+    OPS.conv_rows_(weights, x, g, -0.3, *steps)
+    wanted = start - 0.3 * by_autograd(x, g, kernel, *steps)
+    torch.testing.assert_close(weights.double(), wanted, rtol=1e-5, atol=1e-5 * float(wanted.abs().max()))
+
+
+@pytest.mark.parametrize("sizes", OUTER)
+@pytest.mark.usefixtures("isa")
+def test_outer_onto_weights(sizes):
+    batch, length, width, height = sizes
+    a, g, start = torch.randn(batch, length, width), torch.randn(batch, length, height), torch.randn(height, width)
+    weights = OPS.copies(start, batch)
+    assert torch.equal(weights, start.expand(batch, -1, -1))
+    OPS.outer_rows_(weights, a, g, -0.3)
+    wanted = start - 0.3 * (g.double().transpose(1, 2) @ a.double())
+    torch.testing.assert_close(weights.double(), wanted, rtol=1e-5, atol=1e-4)
+
+
 @pytest.mark.usefixtures("isa")
 def test_channels_last_input():
     x, g, options = convolution("wide")
