@@ -1,4 +1,4 @@
-"""`python -m bench [ops | training | scaling] [words]`: time the library against its peers; without a word, all.
+"""`python -m bench [ops | training | scaling | local] [words]`: time the library against its peers; all without words.
 
 Words behind `ops` pick cases by name (pytest's -k), behind the others models.
 """
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import scaling, training
+from bench import local, scaling, training
 
 HERE = Path(__file__).parent
 
@@ -21,11 +21,13 @@ def ops(words: list[str]) -> int:
 
 if __name__ == "__main__":
     kind, *words = sys.argv[1:] or ["all"]
-    if kind not in ("all", "ops", "training", "scaling"):
-        sys.exit(f"bench: got {kind!r}, must be ops, training, scaling or nothing")
+    if kind not in ("all", "ops", "training", "scaling", "local"):
+        sys.exit(f"bench: got {kind!r}, must be ops, training, scaling, local or nothing")
     status = ops(words) if kind in ("all", "ops") else 0
     if kind in ("all", "training"):
         training.main(words)
     if kind in ("all", "scaling"):
         scaling.main()
+    if kind in ("all", "local"):
+        local.main(words)
     sys.exit(status)

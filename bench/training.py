@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from pathlib import Path
 import torch
 
 import dpkernels as dpk
-from bench import harness
+from bench import harness, memory
 from bench.methods import CLIP, METHODS, NOISE, RATE, Step, vmap_sum
 from bench.models import MODELS, Task
 
@@ -105,29 +104,6 @@ def stages(name: str, rounds: int = 9) -> dict[str, float]:
     return {stage: 1e3 * statistics.median(seconds[2:]) for stage, seconds in spent.items()}
 
 
-def peak_memory(name: str, method: str) -> float:
-    """Megabytes that the steps of a method take at their peak, in a process of their own."""
-    command = [sys.executable, "-m", "bench.training", name, method]
-    found = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent.parent, check=False)
-    return float(found.stdout.split()[-1]) if found.returncode == 0 else float("nan")
-
-
-def _status(field: str) -> float:
-    """Megabytes of this process's memory that the system calls so: VmRSS is what it has, VmHWM the most it had."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(field)) / 1024
-
-
-def _measure_memory(name: str, method: str) -> None:
-    torch.manual_seed(0)
-    step = METHODS[method](MODELS[name]())
-    torch.randn(64, 64) @ torch.randn(64, 64)  # what a library allocates once is not the step's
-    before = _status("VmRSS")
-    for _ in range(3):
-        step()
-    print(_status("VmHWM") - before)
-
-
 def main(names: Sequence[str] = ()) -> None:
     torch.manual_seed(0)
     print("\n".join(f"{what}: {how}" for what, how in harness.machine().items()))
@@ -136,14 +112,14 @@ def main(names: Sequence[str] = ()) -> None:
         print(f"  {name}", file=sys.stderr, flush=True)
         result, seconds = compare(name)
         results.append(result)
-        memory = {method: peak_memory(name, method) for method in METHODS}
-        ratio = memory["dpkernels"] / memory["SGD"]
+        used = {method: memory.peak("bench.training", name, method) for method in METHODS}
+        ratio = used["dpkernels"] / used["SGD"]
         lines = [
             f"{name}: SGD {1e3 * seconds:.1f} ms; a private step takes "
             f"{result.ratios['SGD'][1]:.2f} of that. Stages: "
             + ", ".join(f"{stage} {ms:.1f} ms" for stage, ms in stages(name).items()),
             "  peak memory: "
-            + ", ".join(f"{method} {mb:.0f} MB" for method, mb in memory.items())
+            + ", ".join(f"{method} {mb:.0f} MB" for method, mb in used.items())
             + f"; ours is {ratio:.2f} of SGD's (target {MEMORY}: {'met' if ratio <= MEMORY else 'MISSED'})",
         ]
         tables.append("\n".join(lines))
@@ -153,4 +129,5 @@ def main(names: Sequence[str] = ()) -> None:
 
 
 if __name__ == "__main__":
-    _measure_memory(*sys.argv[1:3])
+    torch.manual_seed(0)
+    memory.measure(METHODS[sys.argv[2]](MODELS[sys.argv[1]]()))

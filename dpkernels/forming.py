@@ -69,5 +69,10 @@ def copies(shared: Tensor, batch: int) -> Tensor:
     return _op("copies", shared)(shared, batch)  # type: ignore[no-any-return]
 
 
+def unfilled(like: Tensor, *size: int) -> Tensor:
+    """Memory of this type that is kept for later steps, with anything in it."""
+    return _op("unfilled", like)(like, size)  # type: ignore[no-any-return]
+
+
 def _op(name: str, like: Tensor) -> Any:
     return getattr(torch.ops.dpkernels if like.dtype == torch.float32 else reference_layers, name)

@@ -38,6 +38,7 @@ SCHEMAS = {
     "conv_each_input": "(Tensor g, Tensor w, int[] size, int[] stride, int[] padding, int[] dilation, int groups)"
     " -> Tensor",
     "low_rank_": "(Tensor(a!) y, Tensor x, Tensor a, Tensor g) -> ()",
+    "unfilled": "(Tensor like, int[] size) -> Tensor",
     "copies": "(Tensor shared, int batch) -> Tensor",
     "layer_norm_rows": "(Tensor x, Tensor g, Tensor? w, float epsilon, bool input_gradient)"
     " -> (Tensor, Tensor, Tensor)",

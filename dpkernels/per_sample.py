@@ -13,7 +13,7 @@ every coordinate of every trainable parameter, also where no sample has a gradie
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -161,9 +161,10 @@ class PerSample:
             torch.ops.dpkernels.add_gaussian_(totals, stream, std)
         return ClippedSum(self._named(totals), self._norms(squares))
 
-    def weighted_sums(self, weights: Tensor) -> dict[str, Tensor]:
-        """sum_i weights_i row_i, without clipping or noise: NOT private. In float64."""
-        return {name: self._exact(shape, self._parts[name], weights.double()) for name, shape in self._shapes.items()}
+    def weighted_sums(self, weights: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """sum_i weights_i row_i, one parameter after the other, without clipping or noise: NOT private. In float64."""
+        for name, shape in self._shapes.items():
+            yield name, self._exact(shape, self._parts[name], weights.double())
 
     def sizes(self, weights: Tensor) -> dict[str, float]:
         """For each parameter, sum_i |weights_i| N_i, with N_i the norms of row i's addends: NOT private."""
@@ -259,7 +260,12 @@ class PerSample:
     def _exact(self, shape: Shape, parts: list[Part], weights: Tensor, keep: Tensor | None = None) -> Tensor:
         total = self._zeros(shape.size.numel())
         for part in parts:
-            placing.add(total, part.place, sums.exact_sum(factors.zero_samples(part.matrix, keep), weights))
+            matrix = factors.zero_samples(part.matrix, keep)
+            if part.place is None:
+                sums.add_exact_sum(total.view(matrix.height, matrix.width), matrix, weights)
+            else:
+                lines = total.new_zeros(matrix.height, matrix.width)
+                placing.add(total, part.place, sums.add_exact_sum(lines, matrix, weights))
         return total.view(shape.size)
 
     def _norms(self, squares: Tensor) -> Tensor:

@@ -164,6 +164,12 @@ def empty_pool() -> None:
         ops.native.empty_pool()
 
 
+def trim() -> None:
+    """Give memory that was freed, but that the C library keeps for later, back to the system."""
+    if ops.native is not None:
+        ops.native.trim()
+
+
 def _meminfo() -> int | None:
     try:
         with open("/proc/meminfo") as lines:

@@ -171,6 +171,11 @@ def low_rank_(y: Tensor, x: Tensor, a: Tensor, g: Tensor) -> None:
     y.baddbmm_(x @ a.transpose(1, 2), g)
 
 
+def unfilled(like: Tensor, size: Sequence[int]) -> Tensor:
+    """Memory of this type."""
+    return like.new_empty(list(size))
+
+
 def copies(shared: Tensor, batch: int) -> Tensor:
     """A copy for each sample, [B, *shape]."""
     return shared.expand(batch, *shared.shape).clone(memory_format=torch.contiguous_format)

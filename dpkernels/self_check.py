@@ -7,6 +7,7 @@ that starts at zero hides nothing) and random ops held still:
   (i)   sum_i c_i row_i, for random c, is the plain autograd gradient of sum_i c_i loss_i
   (ii)  parts of the batch, each in another order, give the same rows as the whole; each sample is missing from one
   (iii) with the loss of some samples masked, their terms are exactly zero
+  (iv)  after a step of its own, each sample's row is the plain autograd gradient at its own weights
 
 Failing any refuses the model, naming parameter and op. What passed is the plan for later runs: where samples are in the
 operands of each op. Data are looked at only where the model does not run on made-up values. What a model does only for
@@ -15,10 +16,9 @@ some values, or only for some batch sizes, is not proven.
 
 from __future__ import annotations
 
-import types
+import math
 import weakref
 from collections.abc import Callable, Mapping
-from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -26,8 +26,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpkernels import factors
-from dpkernels.members import Members, members_of, own_attributes
+from dpkernels import factors, planner
+from dpkernels.each import Each
+from dpkernels.factors import at_least_float
+from dpkernels.members import Members, members_of
 from dpkernels.nested import flat_tensors, map_tensors
 from dpkernels.per_sample import PerSample
 from dpkernels.record import (
@@ -40,25 +42,30 @@ from dpkernels.record import (
     refuse_bypass,
     running,
 )
+from dpkernels.signatures import signature
 from dpkernels.tape import Plan, RecordingError, Tape
 from dpkernels.taps import no_autocast
+from dpkernels.walk import Walk
 
 _proven: weakref.WeakKeyDictionary[nn.Module, dict[Any, Plan]] = weakref.WeakKeyDictionary()
 
 
-def ensure(model: nn.Module, members: Members, loss_fn: LossFunction, inputs: Any, targets: Any) -> Plan:
-    """The plan for this model and form of input; checks it when it is new."""
+def ensure(
+    model: nn.Module, members: Members, loss_fn: LossFunction, inputs: Any, targets: Any, walking: bool = False
+) -> Plan:
+    """The plan for this model and form of input; checks it when it is new, also (iv) if samples are to walk."""
     plans = _proven.setdefault(model, {})
-    key = _signature(members, loss_fn, inputs, targets)
+    key = (signature(members, loss_fn, inputs, targets), walking)
     if key not in plans:
         if len(plans) >= 256:
             plans.clear()
-        plans[key] = check(model, loss_fn, inputs, targets)
+        plans[key] = check(model, loss_fn, inputs, targets, walking)
+        planner.trim()  # copies of the model that it took
     return plans[key]
 
 
-def check(model: nn.Module, loss_fn: LossFunction, inputs: Any, targets: Any) -> Plan:
-    """Prove (i), (ii) and (iii), or raise.
+def check(model: nn.Module, loss_fn: LossFunction, inputs: Any, targets: Any, walking: bool = False) -> Plan:
+    """Prove (i), (ii) and (iii), and (iv) if asked to, or raise.
 
     The first check batch may have the size of something else in the model: a refusal there is tried again with another.
     """
@@ -66,10 +73,10 @@ def check(model: nn.Module, loss_fn: LossFunction, inputs: Any, targets: Any) ->
     primes = [p for p in (3, 5, 7, 11, 13) if all(n % p for n in sizes)] + [3, 5]
     with torch.random.fork_rng(devices=[]), gradients_aside(model.parameters()):
         try:
-            return _Proof(model, loss_fn, inputs, targets, primes[0]).plan()
+            return _Proof(model, loss_fn, inputs, targets, primes[0]).plan(walking)
         except RecordingError as first:
             try:
-                return _Proof(model, loss_fn, inputs, targets, primes[1]).plan()
+                return _Proof(model, loss_fn, inputs, targets, primes[1]).plan(walking)
             except RecordingError:
                 raise first from None
 
@@ -91,13 +98,14 @@ class _Proof:
             self.inputs = map_tensors(make, inputs)
             self.targets = map_tensors(real if make is real else uniform, targets)
             try:
-                self.plain = self.ordinary()
+                own = {name: values.get(name, p).detach().clone() for name, p in members_of(model).trainable.items()}
+                self.plain = self.ordinary(own, self.weights)
             except RecordingError:
                 raise
             except Exception as failure:  # the model wants other values
                 error = error or failure
                 continue
-            found = torch.stack([g.double().norm() for g in self.plain.values()])
+            found = torch.stack([torch.linalg.vector_norm(g, dtype=torch.float64) for g in self.plain.values()])
             if bool(found.isfinite().all()) and (bool(found.any()) or empty):
                 return
         if error is not None:
@@ -107,7 +115,7 @@ class _Proof:
             "be checked. Call it first on a batch with a finite loss that depends on the parameters"
         )
 
-    def plan(self) -> Plan:
+    def plan(self, walking: bool) -> Plan:
         """Prove it."""
         plan: Plan = {}
         ops: dict[str, str] = {}
@@ -120,26 +128,50 @@ class _Proof:
         rows = self.recorded(everyone, inspect=look)
         sizes = rows.sizes(self.weights)
         words = "the sum of its rows is not the ordinary gradient"
-        _compare(ops, sizes, self.plain, rows.weighted_sums(self.weights), words)
-        self.plain = {}  # each of these is as large as the model
+        types = {name: p.dtype for name, p in members_of(self.model).trainable.items()}
+        for name, total in rows.weighted_sums(self.weights):  # all of them would be twice as large as the model
+            _refuse_off(ops, sizes, name, total.sub_(self.plain.pop(name)), types[name], words)
         parts = [everyone[everyone % 3 != missing].flip(0) for missing in range(3)]
         masks = [torch.zeros_like(self.weights).index_fill(0, part, 1.0) for part in parts]
         shares = (0.6, 0.9, 1.4)  # what parts are off by does not cancel in their sum
         mixed = sum((share * mask for share, mask in zip(shares, masks, strict=True)), torch.zeros_like(self.weights))
-        wanted = rows.weighted_sums(self.weights * mixed)
+        off = {name: total.to(types[name]) for name, total in rows.weighted_sums(self.weights * mixed)}
         del rows
         for alike in (False, True):
             look_masked = partial(_check_masked, masks[0] == 0)
             self.recorded(everyone, mask=masks[0], plan=plan, inspect=look_masked, alike=alike)
         for part, share in zip(parts, shares, strict=True):
-            for name, total in self.recorded(part, plan=plan).weighted_sums(share * self.weights[part]).items():
-                wanted[name] -= total
-        types = {name: p.dtype for name, p in members_of(self.model).trainable.items()}
-        off = {name: t.to(types[name]) for name, t in wanted.items()}
-        nothing = {name: torch.zeros((), device=t.device) for name, t in off.items()}
+            for name, total in self.recorded(part, plan=plan).weighted_sums(share * self.weights[part]):
+                off[name] -= total
         words = "a sample's row depends on which other samples are in the batch"
-        _compare(ops, sizes, off, nothing, words, in_float32=(1e-5, 1e-7))
+        for name, t in off.items():
+            _refuse_off(ops, sizes, name, t, types[name], words, in_float32=(1e-5, 1e-7))
+        off.clear()
+        if walking:
+            self.check_walk(plan, ops)
         return plan
+
+    def check_walk(self, plan: Plan, ops: dict[str, str]) -> None:
+        """Prove (iv), with steps of about a tenth of the parameters' size."""
+        everyone = torch.arange(self.batch)
+        parameters = {name: p.detach() for name, p in members_of(self.model).trainable.items()} | self.values
+        walk = Walk(self.batch, parameters, 2, 0)
+        first = self.recorded(everyone, plan=plan, each={})
+        length = math.hypot(*(float(torch.linalg.vector_norm(p)) for p in parameters.values()))
+        rate = -0.1 * length / max(float(first.norms().max()), 1e-30)
+        walk.add(first, rate)
+        rows = self.recorded(everyone, plan=plan, each=walk.each())
+        words = "after a step of its own, a sample's row is not the gradient at its own weights"
+        for i in range(self.batch):
+            chosen = torch.zeros_like(self.weights)
+            chosen[i] = 1.0
+            own = {name: p.clone() for name, p in parameters.items()}
+            for name, total in first.weighted_sums(rate * chosen):
+                own[name] += total
+            plain, sizes = self.ordinary(own, chosen), rows.sizes(chosen)
+            for name, total in rows.weighted_sums(chosen):
+                off = total.sub_(plain.pop(name))
+                _refuse_off(ops, sizes, name, off, parameters[name].dtype, words, in_float32=(1e-3, 1e-5))
 
     def recorded(
         self,
@@ -148,6 +180,7 @@ class _Proof:
         plan: Plan | None = None,
         inspect: Callable[[Tape], None] | None = None,
         alike: bool = False,
+        each: Mapping[str, Each] | None = None,
     ) -> PerSample:
         """The rows of some samples, in this order; or of as many that are nearly alike, which go one way if routed."""
         torch.manual_seed(0)
@@ -166,6 +199,7 @@ class _Proof:
             buffers=self.constants(),
             replaced=STILL,
             inspect=inspect,
+            each=each,
         )
 
     def constants(self) -> dict[int, Tensor]:
@@ -173,12 +207,12 @@ class _Proof:
         frozen = [p for p in self.model.parameters() if not p.requires_grad]
         return {id(t): t.detach().clone() for t in (*self.model.buffers(), *frozen)}
 
-    def ordinary(self) -> dict[str, Tensor]:
-        """The ordinary gradient of sum_i weights_i loss_i; the model is left as it was."""
+    def ordinary(self, values: dict[str, Tensor], weights: Tensor) -> dict[str, Tensor]:
+        """The ordinary gradient of sum_i weights_i loss_i at values, which may change; the model is left as it was."""
         torch.manual_seed(0)
         members = members_of(self.model)
         parameters = members.trainable
-        leaves = {name: nn.Parameter(self.values.get(name, p).detach().clone()) for name, p in parameters.items()}
+        leaves = {name: nn.Parameter(values[name]) for name in parameters}
         swaps: dict[int, Tensor] = {id(p): leaves[name] for name, p in parameters.items()}
         swaps |= self.constants()
         with running(members, swaps, undone=True), _Still():
@@ -186,7 +220,7 @@ class _Proof:
             check_losses(losses, self.batch)
             if losses.requires_grad:
                 with no_autocast():
-                    backward(losses, self.weights.to(losses))
+                    backward(losses, weights.to(losses))
         refuse_bypass(parameters)
         return {name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in leaves.items()}
 
@@ -208,21 +242,21 @@ def _check_masked(masked: Tensor, tape: Tape) -> None:
                 raise _refusal(_ops(tape), t._leaves[0], "a sample's loss depends on other samples")
 
 
-def _compare(
+def _refuse_off(
     ops: dict[str, str],
     sizes: dict[str, float],
-    wanted: dict[str, Tensor],
-    got: dict[str, Tensor],
+    name: str,
+    difference: Tensor,
+    dtype: torch.dtype,
     words: str,
     in_float32: tuple[float, float] = (2e-4, 1e-6),
 ) -> None:
-    total = sum(sizes.values())
-    for name, want in wanted.items():
-        coarse = want.element_size() < 4 or torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
-        own, others = (5e-2, 1e-3) if coarse else (1e-7, 1e-10) if want.dtype == torch.float64 else in_float32
-        error = float((want.double() - got[name].double()).norm())
-        if not error <= own * sizes[name] + others * total:  # a NaN is no proof
-            raise _refusal(ops, name, f"{words} (off by {error:.1e})")
+    """Refuse a parameter of some type whose sums differ by more than rounding."""
+    coarse = dtype.itemsize < 4 or torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+    own, others = (5e-2, 1e-3) if coarse else (1e-7, 1e-10) if dtype == torch.float64 else in_float32
+    error = float(difference.norm())
+    if not error <= own * sizes[name] + others * sum(sizes.values()):  # a NaN is no proof
+        raise _refusal(ops, name, f"{words} (off by {error:.1e})")
 
 
 def _refusal(ops: dict[str, str], name: str, words: str) -> RecordingError:
@@ -303,8 +337,8 @@ STILL: Mapping[Any, Callable[..., Any]] = {
 
 def _nudged(p: Tensor, generator: torch.Generator) -> Tensor:
     """A parameter moved by a tenth of its size, or of one."""
-    scale = float(p.detach().float().square().mean().sqrt()) or 1.0 if p.numel() else 1.0
-    return (p.detach() + 0.1 * scale * torch.randn(p.shape, generator=generator).to(p)).to(p.dtype)
+    scale = float(torch.linalg.vector_norm(at_least_float(p.detach()))) / max(p.numel(), 1) ** 0.5 or 1.0
+    return torch.randn(p.shape, generator=generator).mul_(0.1 * scale).to(p).add_(p.detach())
 
 
 def _made_up(batch: int, generator: torch.Generator, draw: Callable[..., Tensor], t: Tensor) -> Tensor:
@@ -330,63 +364,3 @@ def _repeated(batch: int, t: Tensor) -> Tensor:
     values = t[again % len(t)].detach()
     scale = (1 + 0.01 * (again // len(t))).view(-1, *[1] * (t.dim() - 1))
     return (values * scale).to(t.dtype) if t.is_floating_point() else values
-
-
-def _signature(members: Members, loss_fn: LossFunction, inputs: Any, targets: Any) -> Any:
-    forms = map_tensors(lambda t: (tuple(t.shape[1:]), t.dtype, t.device), (inputs, targets))
-    precision = torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cpu")
-    parts = _parts(members.modules, ())
-    return repr(forms), _identity(loss_fn, ()), parts, tuple(members.trainable), precision
-
-
-def _identity(x: Any, seen: tuple[int, ...]) -> Any:
-    """What tells one model or loss function from another. One made anew in the same way is the same one.
-
-    Functions by their code and what they take in; modules by type, switches and parts; switches and names as they are;
-    numbers (which change as training goes) and tensors by form; other objects as objects. So a model that switches by a
-    number it keeps is not checked again.
-    """
-    if x is None or isinstance(x, bool | str | Enum):
-        return x
-    if isinstance(x, int | float | complex | Tensor | type) or id(x) in seen:
-        return type(x)
-    inside = (*seen, id(x))
-    if isinstance(x, partial):
-        return _identity((x.func, x.args, x.keywords), inside)
-    if isinstance(x, tuple | list):
-        return tuple(_identity(item, inside) for item in x)
-    if isinstance(x, dict):
-        return tuple((str(key), _identity(item, inside)) for key, item in x.items())
-    if isinstance(x, types.MethodType):
-        return _identity((x.__func__, x.__self__), inside)
-    if isinstance(x, types.BuiltinFunctionType):
-        return x
-    if isinstance(x, types.FunctionType):
-        cells = [_content(cell) for cell in x.__closure__ or ()]
-        return x.__code__, _identity((x.__defaults__, x.__kwdefaults__, cells), inside)
-    if isinstance(x, nn.Module):
-        return _parts(dict(x.named_modules()), inside)
-    try:
-        return weakref.ref(x)
-    except TypeError:
-        return type(x)
-
-
-def _parts(modules: Mapping[str, nn.Module], seen: tuple[int, ...]) -> tuple[Any, ...]:
-    return tuple((name, type(m), _switches(m, seen)) for name, m in modules.items())
-
-
-_SWITCHES = (bool, str, Enum, partial, types.FunctionType, types.MethodType, types.BuiltinFunctionType)
-
-
-def _switches(module: nn.Module, seen: tuple[int, ...]) -> tuple[Any, ...]:
-    named = tuple((k, _identity(v, seen)) for k, v in own_attributes(module) if isinstance(v, _SWITCHES))
-    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    return named, tuple(_identity(hook, seen) for hook in hooks)
-
-
-def _content(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not set yet
-        return None

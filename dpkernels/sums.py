@@ -1,7 +1,7 @@
 """Weighted sums of rows: sum_i weights_i row_i.
 
-`exact_sum` is float64 throughout. `product_sum` is one product of matrices in the factors' own precision, as fast as
-the ordinary weight gradient; rows that are stored are added in float64 by the op `weighted_sum_`.
+`add_exact_sum` is float64 throughout. `product_sum` is one product of matrices in the factors' own precision, as fast
+as the ordinary weight gradient; rows that are stored are added in float64 by the op `weighted_sum_`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from dpkernels.factors import Matrix, at_least_float, chunks
+
+SCALED = 1 << 18  # elements of g that are scaled at a time
 
 
 def full_precision(device: torch.device) -> bool:
@@ -30,19 +32,30 @@ def product_sum(m: Matrix, weights: Tensor, out: Tensor | None = None) -> Tensor
         return None
     if m.outer is not None:
         a, g = at_least_float(m.outer.a), at_least_float(m.outer.g)
-        scaled = (g * weights.to(g.dtype)[:, None, None]).flatten(0, 1)
-        if out is not None and out.dtype == g.dtype:
-            return torch.mm(scaled.T, a.flatten(0, 1), out=out.view(m.height, m.width))
-        return scaled.T @ a.flatten(0, 1)
+        fits = out is not None and out.dtype == g.dtype
+        total = out.view(m.height, m.width) if out is not None and fits else g.new_empty(m.height, m.width)
+        return _scaled_product(a, g, weights.to(g.dtype), total)
     assert m.rows is not None
     g = at_least_float(m.rows.g)
     scaled = g * weights.to(g.dtype)[:, None, None]
     return torch.ops.aten.embedding_dense_backward(scaled, m.rows.ids, m.height, -1, False)  # type: ignore[no-any-return]
 
 
-def exact_sum(m: Matrix, weights: Tensor) -> Tensor:
-    """sum_i weights_i row_i, [height, width]; weights and the sum in float64."""
-    total = torch.zeros((m.height, m.width), dtype=torch.float64, device=weights.device)
+def _scaled_product(a: Tensor, g: Tensor, weights: Tensor, total: Tensor) -> Tensor:
+    """total = (weights g)^T a, some samples at a time: what is scaled stays in cache."""
+    if not len(g):
+        return total.zero_()
+    count = max(1, SCALED // max(g.shape[1] * g.shape[2], 1))
+    memory = g.new_empty(min(count, len(g)), *g.shape[1:])
+    for first in range(0, len(g), count):
+        samples = slice(first, first + count)
+        scaled = torch.mul(g[samples], weights[samples, None, None], out=memory[: len(g) - first])
+        total.addmm_(scaled.flatten(0, 1).T, a[samples].flatten(0, 1), beta=0 if first == 0 else 1)
+    return total
+
+
+def add_exact_sum(total: Tensor, m: Matrix, weights: Tensor) -> Tensor:
+    """total += sum_i weights_i row_i, [height, width]; weights and total in float64."""
     if m.outer is not None:
         length = m.outer.g.shape[1]
         for samples in chunks(m.batch, length * max(m.height, m.width)):

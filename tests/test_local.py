@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import dpkernels as dpk
-from dpkernels import planner
+from dpkernels import each, planner
 from dpkernels.tape import RecordingError
 from tests import truth
 from tests.models import CLASSES, ZOO, B, Function, labels
@@ -218,3 +218,11 @@ def test_room_decides():
     ]
     assert all(kinds[0][name] for name in kinds[0] if "positions" not in name)
     assert not any(kinds[1].values())
+
+
+def test_the_check_sees_a_layer_that_forgets_samples_own_weights(monkeypatch):
+    model, loss_fn, inputs, targets = made("mlp", double=False)
+    dpk.per_sample_gradients(model, loss_fn, inputs, targets)  # nothing is wrong with the gradients
+    monkeypatch.setattr(each.Each, "linear", lambda self, x: nn.functional.linear(x, self.shared))
+    with pytest.raises(RecordingError, match=r"0\.weight in linear: after a step of its own, a sample's row is not"):
+        dpk.local_updates(model, loss_fn, inputs, targets, steps=3, lr=0.1)

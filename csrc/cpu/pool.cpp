@@ -9,6 +9,9 @@
 #if defined(__linux__)
 #include <sys/mman.h>
 #endif
+#if defined(__GLIBC__)
+#include <malloc.h>
+#endif
 
 namespace dpk {
 namespace {
@@ -49,8 +52,7 @@ struct Pool {
     auto found = free.lower_bound(need);
     if (found == free.end() || found->first > 2 * need + huge_page) {
       // A little more than asked for: batches drawn at random are not all of one size.
-      const size_t align = need >= huge_page ? huge_page : page;
-      const size_t bytes = (need + need / 8 + align - 1) / align * align;
+      const size_t bytes = (need + need / 16 + page - 1) / page * page;
       give_back(bytes);  // blocks that nothing has fitted
       void* block = map(bytes);
       used.emplace(block, bytes);
@@ -107,6 +109,12 @@ int64_t pool_bytes() {
 void empty_pool() {
   const std::lock_guard<std::mutex> lock(pool().mutex);
   pool().give_back(pool().free_bytes);
+}
+
+void trim() {
+#if defined(__GLIBC__)
+  malloc_trim(0);
+#endif
 }
 
 }  // namespace dpk

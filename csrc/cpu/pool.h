@@ -15,4 +15,7 @@ torch::stable::Tensor pooled_floats(const std::vector<int64_t>& sizes);
 int64_t pool_bytes();
 void empty_pool();
 
+// Memory that was freed, but that the C library keeps, back to the system, where it knows how to.
+void trim();
+
 }  // namespace dpk

@@ -1,5 +1,6 @@
 // outer_rows, outer_squares and conv_rows: each sample's weight gradient and its norm^2 (weight_rows.h). With an
-// underscore: added onto weights of its own, of which `copies` makes the first.
+// underscore: added onto weights of its own, of which `copies` makes the first. `unfilled` is memory for factors that
+// outlive a step.
 #include "weight_rows.h"
 
 #include <algorithm>
@@ -248,6 +249,9 @@ void conv_rows_(Tensor rows, const Tensor& x, const Tensor& g, double scale, std
             {rows.mutable_data_ptr<float>(), true, static_cast<float>(scale)});
 }
 
+// Memory of the pool, not filled.
+Tensor unfilled(const Tensor&, std::vector<int64_t> sizes) { return pooled_floats(sizes); }
+
 // A copy for each sample, in memory of the pool.
 Tensor copies(const Tensor& shared_given, int64_t batch) {
   const Tensor shared = torch::stable::contiguous(shared_given);
@@ -272,4 +276,5 @@ STABLE_TORCH_LIBRARY_IMPL(dpkernels, CPU, m) {
   m.impl("outer_rows_", TORCH_BOX(&dpk::outer_rows_));
   m.impl("conv_rows_", TORCH_BOX(&dpk::conv_rows_));
   m.impl("copies", TORCH_BOX(&dpk::copies));
+  m.impl("unfilled", TORCH_BOX(&dpk::unfilled));
 }

@@ -1,0 +1,32 @@
+"""Peak memory of steps: that of a fresh process, less what it had before the first step."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+
+def peak(module: str, *words: str) -> float:
+    """Megabytes that `python -m module words` prints by `measure`; NaN if it fails."""
+    command = [sys.executable, "-m", module, *words]
+    found = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent.parent, check=False)
+    return float(found.stdout.split()[-1]) if found.returncode == 0 else float("nan")
+
+
+def measure(step: Callable[[], object], times: int = 3) -> None:
+    """Take steps and print how many megabytes they took at their peak."""
+    torch.randn(64, 64) @ torch.randn(64, 64)  # what a library allocates once is not the step's
+    before = _status("VmRSS")
+    for _ in range(times):
+        step()
+    print(_status("VmHWM") - before)
+
+
+def _status(field: str) -> float:
+    """Megabytes of this process's memory that the system calls so: VmRSS is what it has, VmHWM the most it had."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(field)) / 1024
