@@ -91,18 +91,27 @@ def vmap_sum(model: torch.nn.Module, task: Task, samples: slice, steps: int) -> 
 
 
 def gate(task: Task, steps: int = 3) -> None:
-    """Raise unless our clipped sums are those of the copies, in float64; see `bench.training.gate` for the limits."""
+    """Raise unless our clipped sums are as near to the truth, in float64, as those of the copies in float32.
+
+    Eight samples at a time: where a ReLU's input is zero to rounding, a sample may go another way (see
+    `bench.training.gate`), with several steps more so. Of the parts' errors the medians are compared.
+    """
     wide = Task(copy.deepcopy(task.model).double(), task.loss_fn, task.inputs, task.targets)
     wide.inputs = task.inputs.double() if task.inputs.is_floating_point() else task.inputs
-    errors = []
+    mine, plain_ = [], []
     for first in range(0, min(len(task.inputs), 64), 8):
         part = slice(first, first + 8)
         rows = dpk.local_updates(task.model, task.loss_fn, task.inputs[part], task.targets[part], steps=steps, lr=RATE)
-        found, truth = rows.clip_sum(THRESHOLD).sum, vmap_sum(wide.model, wide, part, steps)
-        off = sum(float((found[name] - t).square().sum()) for name, t in truth.items()) ** 0.5
-        errors.append(off / sum(float(t.square().sum()) for t in truth.values()) ** 0.5)
-    if statistics.median(errors) > 2e-5 or max(errors) > 1e-2:
-        raise AssertionError(f"the clipped sums are off by {sorted(errors)} of their norms")
+        truth = vmap_sum(wide.model, wide, part, steps)
+        mine.append(_off(rows.clip_sum(THRESHOLD).sum, truth))
+        plain_.append(_off(vmap_sum(task.model, task, part, steps), truth))
+    if statistics.median(mine) > max(2e-5, 2 * statistics.median(plain_)) or max(mine) > 1e-2:
+        raise AssertionError(f"the clipped sums are off by {sorted(mine)} of their norms, plain ones {sorted(plain_)}")
+
+
+def _off(found: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> float:
+    off = sum(float((found[name] - t).square().sum()) for name, t in truth.items())
+    return (off / sum(float(t.square().sum()) for t in truth.values())) ** 0.5
 
 
 def compare(name: str) -> tuple[harness.Result, list[tuple[int, float, float]]]:
@@ -169,4 +178,5 @@ def main(names: Sequence[str] = ()) -> None:
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    memory.measure(METHODS[sys.argv[2]](MODELS[sys.argv[1]](CASES[sys.argv[1]][0]), int(sys.argv[3])))
+    name, method, steps = sys.argv[1:4]
+    memory.measure(METHODS[method](MODELS[name](CASES[name][0]), int(steps)), times=1 if method == "vmap" else 3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -23,8 +24,7 @@ def poisson_gaussian(noise_multiplier: float, sampling_rate: float, steps: int =
     """
     checks.number("noise_multiplier", noise_multiplier, low=0)
     checks.number("sampling_rate", sampling_rate, low=0, high=1)
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
-        raise ValueError(f"steps: got {steps!r}, must be a whole number >= 0")
+    checks.whole("steps", steps, low=0)
     gaussian: dp_event.DpEvent = dp_event.GaussianDpEvent(noise_multiplier)
     if sampling_rate < 1:
         gaussian = dp_event.PoissonSampledDpEvent(sampling_rate, gaussian)
@@ -37,10 +37,35 @@ def epsilon(event: dp_event.DpEvent, delta: float) -> float:
     An upper bound that is tight to the accountant's discretisation. An event the accountant does not know
     raises.
     """
+    return _spent(event, delta)
+
+
+def _spent(event: dp_event.DpEvent, delta: float) -> float:
     if checks.number("delta", delta, low=0, high=1) in (0.0, 1.0):
         raise ValueError(f"delta: got {delta!r}, must be strictly between 0 and 1")
     accountant = PLDAccountant(privacy_accountant.NeighboringRelation.ADD_OR_REMOVE_ONE)
     return float(accountant.compose(event).get_epsilon(delta))
+
+
+def calibrate(make_event: Callable[[float], dp_event.DpEvent], epsilon: float, delta: float) -> float:
+    """The smallest noise multiplier z, to a thousandth of itself, whose event `make_event(z)` has at most `epsilon`.
+
+    For example `calibrate(lambda z: poisson_gaussian(z, rate, steps), 2.0, 1e-5)`.
+    """
+    target = checks.number("epsilon", epsilon, low=0)
+    if target == 0:
+        raise ValueError("epsilon: got 0, must be > 0: no noise is large enough for 0")
+    low, high = 0.5, 1.0
+    while _spent(make_event(high), delta) > target:
+        low, high = high, 2 * high
+        if high > 1e9:
+            raise ValueError("make_event: its epsilon stays above the target whatever the noise, must fall with z")
+    while low > 1e-3 and _spent(make_event(low), delta) <= target:
+        low, high = low / 2, low
+    while high - low > 1e-3 * low:
+        middle = (low + high) / 2
+        low, high = (low, middle) if _spent(make_event(middle), delta) <= target else (middle, high)
+    return high
 
 
 @dataclass

@@ -66,6 +66,14 @@ def test_an_unclipped_release_is_not_private():
     assert ledger.epsilon(1e-5) == math.inf
 
 
+@pytest.mark.parametrize(("rate", "steps", "target"), [(0.01, 100, 2.0), (1.0, 10, 0.5), (0.1, 1, 20.0)])
+def test_calibrate_finds_the_smallest_noise(rate, steps, target):
+    event = lambda z: accounting.poisson_gaussian(z, rate, steps)  # noqa: E731
+    z = accounting.calibrate(event, target, 1e-5)
+    assert accounting.epsilon(event(z), 1e-5) <= target
+    assert accounting.epsilon(event(0.998 * z), 1e-5) > target
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -74,6 +82,10 @@ def test_an_unclipped_release_is_not_private():
         (lambda: accounting.poisson_gaussian(1.0, 0.1, -1), "steps: got -1"),
         (lambda: accounting.epsilon(accounting.poisson_gaussian(1.0, 0.1), 0.0), "delta: got 0.0"),
         (lambda: accounting.Ledger(sampling_rate=-0.1), "sampling_rate: got -0.1"),
+        (lambda: accounting.calibrate(accounting.poisson_gaussian, -1.0, 1e-5), "epsilon: got -1.0"),
+        (lambda: accounting.calibrate(lambda z: accounting.poisson_gaussian(z, 0.1), 0.0, 1e-5), "epsilon: got 0"),
+        (lambda: accounting.calibrate(lambda z: accounting.poisson_gaussian(z, 0.1), 1.0, 2.0), "delta: got 2.0"),
+        (lambda: accounting.calibrate(lambda z: accounting.poisson_gaussian(1.0, 0.5), 0.1, 1e-5), "make_event"),
     ],
 )
 def test_bad_arguments(call, message):
