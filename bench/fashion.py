@@ -56,10 +56,10 @@ class Setting:
 SEARCH = {
     "DP-SGD": [
         Setting(0, lr, threshold, steps)
-        for steps, lr, threshold in itertools.product((300, 1000), (0.5, 2.0), (0.25, 0.5, 1.0, 2.0))
+        for steps, lr, threshold in itertools.product((300, 1000), (0.5, 2.0), (0.5, 1.0, 2.0, 4.0))
     ],
     "DP-LSGD": [
-        Setting(10, lr, threshold, 300) for lr, threshold in itertools.product((0.025, 0.1), (0.25, 0.5, 1.0, 2.0))
+        Setting(10, lr, threshold, 300) for lr, threshold in itertools.product((0.025, 0.1), (0.5, 1.0, 2.0, 4.0))
     ],
 }
 

@@ -94,10 +94,10 @@ class Each:
         m = self.matrix
         if m.outer is not None:
             index = ids.unsqueeze(1).expand(-1, m.outer.g.shape[1], -1)
-            result = torch.baddbmm(result, m.outer.g.gather(2, index).transpose(1, 2), m.outer.a)
+            result = result + (m.outer.g.gather(2, index).transpose(1, 2) @ m.outer.a).to(result.dtype)
         if m.rows is not None:
-            same = (ids.unsqueeze(2) == m.rows.ids.unsqueeze(1)).to(result.dtype)
-            result = torch.baddbmm(result, same, m.rows.g)
+            same = (ids.unsqueeze(2) == m.rows.ids.unsqueeze(1)).to(m.rows.g.dtype)
+            result = result + (same @ m.rows.g).to(result.dtype)
         return result
 
     def _formed(self) -> Tensor:

@@ -23,6 +23,8 @@ class Walk:
         self._room = room if isinstance(room, int) else room()
         self._held: dict[str, _Factors | _Values] = {}
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def add(self, rows: PerSample, scale: float) -> None:
         """One step: the rows, scaled."""
         for name, parts in rows.parts.items():
@@ -37,6 +39,7 @@ class Walk:
             self._held[name] = held
         self.taken += 1
 
+    @torch.inference_mode(False)
     def each(self) -> dict[str, Each]:
         """What every parameter is for each sample now; nothing of its own before the first step."""
         if self.taken == 0:

@@ -119,6 +119,35 @@ def test_values_that_carry_no_gradient(function, hold):
     assert off(rows.materialize(), wanted) < 1e-9
 
 
+@pytest.mark.parametrize("name", MAIN)
+def test_half_types(name):
+    """As near to the truth as plain steps in bfloat16, or nearer."""
+    model, loss_fn, inputs, targets = made(name, double=False)
+    exact = truth.walk(copy.deepcopy(model).double(), loss_fn, *map(truth.as_double, (inputs, targets)), 3, 0.1)
+    half = copy.deepcopy(model).bfloat16()
+    inputs = inputs.bfloat16() if inputs.is_floating_point() else inputs
+    plain = off(truth.walk(half, loss_fn, inputs, targets, 3, 0.1), exact)
+    for hold in planner.Hold:
+        assert off(ours(half, loss_fn, inputs, targets, hold, steps=3, lr=0.1).materialize(), exact) <= 1.5 * plain
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn", "gpt", "lstm"])
+def test_under_autocast(name):
+    model, loss_fn, inputs, targets = made(name, double=False)
+    exact = truth.walk(copy.deepcopy(model).double(), loss_fn, *map(truth.as_double, (inputs, targets)), 3, 0.1)
+    with torch.autocast("cpu", torch.bfloat16):
+        rows = dpk.local_updates(model, loss_fn, inputs, targets, steps=3, lr=0.1)
+    assert off(rows.materialize(), exact) < 0.06
+
+
+def test_in_inference_mode():
+    model, loss_fn, inputs, targets = made("cnn")
+    wanted = truth.walk(model, loss_fn, inputs, targets, 3, 0.1)
+    with torch.inference_mode():
+        rows = dpk.local_updates(model, loss_fn, inputs.clone(), targets, steps=3, lr=0.1)
+        assert off(rows.materialize(), wanted) < 1e-9
+
+
 def test_a_parameter_that_decides_by_its_value_is_refused():
     def forward(m, x):
         return x @ m.w[m.w.sum(1).argsort()].t()
