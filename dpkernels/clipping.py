@@ -29,6 +29,13 @@ from dpkernels import checks
 Adjacency = Literal["add-remove", "replace-one"]
 
 
+def check_adjacency(adjacency: object) -> Adjacency:
+    """One of the two, or an error."""
+    if adjacency in ("add-remove", "replace-one"):
+        return adjacency
+    raise ValueError(f"adjacency: got {adjacency!r}, must be 'add-remove' or 'replace-one'")
+
+
 class Rule(ABC):
     """What all clip rules have."""
 
@@ -43,9 +50,7 @@ class Rule(ABC):
         "add-remove": data sets that differ in one record more or less; one row norm.
         "replace-one": one record has another value; two row norms.
         """
-        if adjacency not in ("add-remove", "replace-one"):
-            raise ValueError(f"adjacency: got {adjacency!r}, must be 'add-remove' or 'replace-one'")
-        return self.row_norm * (2 if adjacency == "replace-one" else 1)
+        return self.row_norm * (2 if check_adjacency(adjacency) == "replace-one" else 1)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,165 @@
+"""The ledger: what was released, written by `Gaussian` before each release; epsilon is read from here."""
+
+from __future__ import annotations
+
+import math
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpkernels import checks, events
+from dpkernels.clipping import Adjacency, check_adjacency
+from dpkernels.events import Event
+from dpkernels.noise import host_tensor
+
+
+class BudgetError(RuntimeError):
+    """The release that was refused would have spent more than the budget."""
+
+
+class Ledger:
+    """Releases by noise multiplier, append-only; grouped, so that many steps are counted as quickly as few.
+
+    Args:
+        sampling_rate: claims that each record is in each batch independently with this probability; the default, 1,
+            claims no amplification. The claim is the caller's: nothing here has seen the sampling.
+        adjacency: "add-remove", or "replace-one".
+        fixed_size: (records, size) claims batches of `size` of `records` without replacement instead; "replace-one".
+        budget: (epsilon, delta). The release that would exceed it is refused with a `BudgetError`, before it happens.
+
+    Noise multipliers and sampling rates must not be chosen by looking at earlier releases: composition is counted for
+    a plan that was fixed, whatever part of it ran.
+    """
+
+    def __init__(
+        self,
+        sampling_rate: float = 1.0,
+        *,
+        adjacency: Adjacency = "add-remove",
+        fixed_size: tuple[int, int] | None = None,
+        budget: tuple[float, float] | None = None,
+    ) -> None:
+        self.sampling_rate = checks.number("sampling_rate", sampling_rate, low=0, high=1)
+        self.adjacency = check_adjacency(adjacency)
+        self.fixed_size = fixed_size
+        if fixed_size is not None:
+            if adjacency != "replace-one":
+                raise ValueError(f"adjacency: got {adjacency!r}, must be 'replace-one' with batches of a fixed size")
+            events.fixed_size_gaussian(1.0, *fixed_size)
+        if budget is not None:
+            limit, delta = budget
+            checks.number("budget[0]", limit, low=0)
+            events.epsilon(Event(()), delta)
+        self.budget = budget
+        self.reproducible = False
+        # noise multiplier: number of releases, a tensor so that a compiled step does not depend on its value
+        self._counts: dict[float, Tensor] = {}
+        self._allowed: dict[float, int] = {}  # by multiplier: so many are within the budget, if no other is added
+        self._lock = threading.Lock()
+
+    def record(self, *, std: float, sensitivity: float, reproducible: bool) -> None:
+        """Enter one release. `sensitivity` is the norm of one record's row, `std` that of the noise.
+
+        `reproducible` noise is private only from those who do not know its seed.
+        """
+        checks.number("std", std, low=0)
+        checks.number("sensitivity", sensitivity, low=0, finite=False)
+        # at sensitivity 0 nothing about any record is in the release
+        multiplier = std / sensitivity if sensitivity > 0 else math.inf
+        if torch.compiler.is_compiling():
+            self._enter(multiplier, reproducible)
+        else:
+            with self._lock:
+                self._refuse_beyond(multiplier)
+                self._enter(multiplier, reproducible)
+
+    def _enter(self, multiplier: float, reproducible: bool) -> None:
+        if torch.compiler.is_compiling() and self.budget is not None:
+            raise RuntimeError("a ledger with a budget cannot be used in a compiled step: it must be able to refuse")
+        if multiplier not in self._counts:
+            self._counts[multiplier] = host_tensor(0, torch.int64)
+        self._counts[multiplier].add_(1)
+        self.reproducible = self.reproducible or reproducible
+
+    def _refuse_beyond(self, multiplier: float) -> None:
+        """Refuse a release that the budget does not allow; how many it does allow is found some at a time."""
+        if self.budget is None or math.isinf(multiplier):
+            return
+        limit, delta = self.budget
+        count = int(self._counts.get(multiplier, 0)) + 1
+        if count <= self._allowed.get(multiplier, 0):
+            return
+
+        def spent(wanted: int) -> float:
+            others = {z: int(n) for z, n in self._counts.items() if z != multiplier}
+            return events.epsilon(self._event(others | {multiplier: wanted}), delta)
+
+        if multiplier == 0 or spent(count) > limit:
+            raise BudgetError(
+                f"release {len(self) + 1}: would spend more than the budget of epsilon = {limit:g} at delta = {delta:g}"
+            )
+        low, high = count, 2 * count  # low is allowed
+        while spent(high) <= limit and high < 1 << 40:
+            low, high = high, 2 * high
+        self._allowed = {multiplier: low}  # other multipliers' figures did not know of these
+        if low == count and high > count + 1:
+            self._allowed[multiplier] = self._bisected(spent, low, high, limit)
+
+    @staticmethod
+    def _bisected(spent: Any, low: int, high: int, limit: float) -> int:
+        while high - low > max(1, low // 64):
+            middle = (low + high) // 2
+            low, high = (middle, high) if spent(middle) <= limit else (low, middle)
+        return low
+
+    def __len__(self) -> int:
+        return sum(int(count) for count in self._counts.values())
+
+    def _event(self, counts: dict[float, int]) -> Event:
+        found = []
+        for z, count in counts.items():
+            if math.isinf(z) or count == 0:
+                continue
+            if self.fixed_size is not None:
+                found.append(events.fixed_size_gaussian(z, *self.fixed_size, count))
+            else:
+                found.append(events.poisson_gaussian(z, self.sampling_rate, count, adjacency=self.adjacency))
+        return events.compose(*found) if found else Event((), self.adjacency)
+
+    def event(self) -> Event:
+        """Everything released so far."""
+        return self._event({z: int(count) for z, count in self._counts.items()})
+
+    def epsilon(self, delta: float) -> float:
+        """The epsilon of everything released so far."""
+        return events.epsilon(self.event(), delta)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of it, in plain numbers."""
+        return {
+            "sampling_rate": self.sampling_rate,
+            "adjacency": self.adjacency,
+            "fixed_size": None if self.fixed_size is None else list(self.fixed_size),
+            "reproducible": self.reproducible,
+            "releases": [[z, int(count)] for z, count in self._counts.items()],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """What another ledger had, into this one, which must be empty and make the same claims."""
+        if len(self):
+            raise ValueError(f"ledger: has {len(self)} releases, must be empty: entries are never taken back")
+        mine = self.state_dict()
+        for name in ("sampling_rate", "adjacency", "fixed_size"):
+            if state[name] != mine[name]:
+                raise ValueError(
+                    f"{name}: is {state[name]!r} in the saved ledger, must be {mine[name]!r} as in this one"
+                )
+        for z, count in state["releases"]:
+            checks.number("releases", z, low=0, finite=False)
+            self._counts[float(z)] = host_tensor(checks.whole("releases", count, low=0), torch.int64)
+        self.reproducible = self.reproducible or bool(state["reproducible"])
+
+    def __repr__(self) -> str:
+        return f"Ledger({len(self)} releases, sampling rate {self.sampling_rate:g}, {self.adjacency})"
