@@ -13,7 +13,7 @@ from dpkernels import checks
 from dpkernels.members import members_of
 
 from .incremental_norms import NormSummary
-from .private_mean import PrivateMean
+from .private_mean import PrivateMean, noise_for
 
 
 class DPLSGD:
@@ -36,6 +36,7 @@ class DPLSGD:
         max_bytes: memory that samples' own weights may take, see `dpk.local_updates`.
         seed: makes the noise reproducible, and nothing private from whoever knows it.
         watch_norms: keep every sample's incremental norm for `incremental_norms`. NOT private.
+        budget: (epsilon, delta) that the step which would exceed it is refused for; see `with_budget`.
 
     With one local step it is DP-SGD with step size lr, threshold C / lr and the noise negated.
 
@@ -61,6 +62,7 @@ class DPLSGD:
         max_bytes: int | None = None,
         seed: int | None = None,
         watch_norms: bool = False,
+        budget: tuple[float, float] | None = None,
     ) -> None:
         self._local_steps = checks.whole("local_steps", local_steps, low=1)
         self._lr = checks.number("lr", lr, low=0)
@@ -72,7 +74,9 @@ class DPLSGD:
             clip=clip,
             micro_batch_size=micro_batch_size,
             seed=seed,
+            max_bytes=max_bytes,
             watch_norms=watch_norms,
+            budget=budget,
         )
         members_of(model)
         self.model = model
@@ -80,6 +84,29 @@ class DPLSGD:
         self.ledger, self.noise = self._mean.ledger, self._mean.noise
         self._max_bytes = max_bytes
         self._moves: dict[str, Tensor] = {}  # memory of the last step's
+
+    @classmethod
+    def with_budget(
+        cls,
+        model: nn.Module,
+        loss_fn: Callable[[Any, Any], Tensor],
+        *,
+        epsilon: float,
+        delta: float,
+        steps: int,
+        **arguments: Any,
+    ) -> DPLSGD:
+        """With the smallest noise for which `steps` steps spend at most (epsilon, delta); a step beyond is refused.
+
+        `arguments` are those of the constructor but for `noise_multiplier`.
+        """
+        return cls(
+            model,
+            loss_fn,
+            noise_multiplier=noise_for(epsilon, delta, steps, arguments.get("sampling_rate", 1.0)),
+            budget=(epsilon, delta),
+            **arguments,
+        )
 
     def step(self, inputs: Any, targets: Any) -> None:
         """One step on a batch, of whatever size the sampling gave it; an empty one is a step of noise alone."""
@@ -103,6 +130,18 @@ class DPLSGD:
             lr=self._lr,
             max_bytes=self._max_bytes,
         )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Weights, counters and the ledger; no key. See `dpk.checkpoint`."""
+        return {"model": self.model.state_dict(), **self._mean.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where another run was, into an algorithm made with the same arguments that has not stepped yet.
+
+        With a seed it goes on as that run would have; without, noise is new.
+        """
+        self._mean.load_state_dict(state)
+        self.model.load_state_dict(state["model"])
 
     def epsilon(self, delta: float) -> float:
         """The epsilon at `delta` of all steps so far."""

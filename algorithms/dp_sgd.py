@@ -12,7 +12,7 @@ import dpkernels as dpk
 from dpkernels.members import members_of
 
 from .incremental_norms import NormSummary
-from .private_mean import PrivateMean
+from .private_mean import PrivateMean, noise_for
 
 
 class DPSGD:
@@ -32,6 +32,7 @@ class DPSGD:
         max_bytes: memory that rows may take, see `dpk.per_sample_gradients`.
         seed: makes the noise reproducible, and nothing private from whoever knows it.
         watch_norms: keep every sample's incremental norm for `incremental_norms`. NOT private.
+        budget: (epsilon, delta) that the step which would exceed it is refused for; see `with_budget`.
 
     The tensors in `.grad` are written again by the next step unless `zero_grad` let go of them: clone what you keep.
 
@@ -56,6 +57,7 @@ class DPSGD:
         max_bytes: int | None = None,
         seed: int | None = None,
         watch_norms: bool = False,
+        budget: tuple[float, float] | None = None,
     ) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ValueError(f"optimizer: got a {type(optimizer).__name__}, must be a torch.optim.Optimizer")
@@ -67,7 +69,9 @@ class DPSGD:
             clip=clip,
             micro_batch_size=micro_batch_size,
             seed=seed,
+            max_bytes=max_bytes,
             watch_norms=watch_norms,
+            budget=budget,
         )
         self.model = model
         self.loss_fn = loss_fn
@@ -76,6 +80,29 @@ class DPSGD:
         self._max_bytes = max_bytes
         self._written: dict[str, tuple[Tensor, int]] = {}  # gradients of ours, and their versions
         self._refuse_other_gradients()
+
+    @classmethod
+    def with_budget(
+        cls,
+        model: nn.Module,
+        loss_fn: Callable[[Any, Any], Tensor],
+        *,
+        epsilon: float,
+        delta: float,
+        steps: int,
+        **arguments: Any,
+    ) -> DPSGD:
+        """With the smallest noise for which `steps` steps spend at most (epsilon, delta); a step beyond is refused.
+
+        `arguments` are those of the constructor but for `noise_multiplier`.
+        """
+        return cls(
+            model,
+            loss_fn,
+            noise_multiplier=noise_for(epsilon, delta, steps, arguments.get("sampling_rate", 1.0)),
+            budget=(epsilon, delta),
+            **arguments,
+        )
 
     def step(self, inputs: Any, targets: Any) -> None:
         """One step on a batch, of whatever size the sampling gave it; an empty one is a step of noise alone."""
@@ -99,6 +126,19 @@ class DPSGD:
 
     def _gradients(self, inputs: Any, targets: Any) -> dpk.PerSample:
         return dpk.per_sample_gradients(self.model, self.loss_fn, inputs, targets, max_bytes=self._max_bytes)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Weights, the optimizer's state, counters and the ledger; no key. See `dpk.checkpoint`."""
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), **self._mean.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where another run was, into an algorithm made with the same arguments that has not stepped yet.
+
+        With a seed it goes on as that run would have; without, noise is new.
+        """
+        self._mean.load_state_dict(state)
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
 
     def epsilon(self, delta: float) -> float:
         """The epsilon at `delta` of all steps so far."""

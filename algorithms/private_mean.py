@@ -11,6 +11,7 @@ from torch import Tensor
 
 import dpkernels as dpk
 from dpkernels import checks
+from dpkernels.gradients import batch_of
 from dpkernels.nested import flat_tensors, map_tensors
 
 from .incremental_norms import IncrementalNorms, NormSummary
@@ -32,7 +33,9 @@ class PrivateMean:
         clip: dpk.clipping.Rule | None,
         micro_batch_size: int | None,
         seed: int | None,
+        max_bytes: int | None,
         watch_norms: bool,
+        budget: tuple[float, float] | None = None,
     ) -> None:
         bound = checks.number("max_norm", max_norm, low=0, finite=False)
         multiplier = checks.number("noise_multiplier", noise_multiplier, low=0)
@@ -42,15 +45,26 @@ class PrivateMean:
             raise ValueError("expected_batch_size: got 0, must be > 0")
         if micro_batch_size is not None:
             checks.whole("micro_batch_size", micro_batch_size, low=1, cure=" or None")
+        if max_bytes is not None:
+            checks.whole("max_bytes", max_bytes, low=0, cure=" or None")
         rule = dpk.clipping.Flat(bound) if clip is None else dpk.clipping.as_rule(clip)
         if rule.row_norm > bound * (1 + 1e-9):
             raise ValueError(f"clip: its rows are up to {rule.row_norm:g} long, must be at most max_norm = {bound:g}")
-        self.ledger = dpk.accounting.Ledger(sampling_rate)
+        self.ledger = dpk.accounting.Ledger(sampling_rate, budget=budget)
         self.noise = dpk.Gaussian(multiplier * bound if multiplier else 0.0, seed=seed, ledger=self.ledger)
         self._norms = IncrementalNorms(bound) if watch_norms else None
         self._clip = rule
         self._expected_batch_size = float(expected_batch_size)
         self._micro_batch_size = micro_batch_size
+
+    def state_dict(self) -> dict[str, Any]:
+        """What has been released, and how many releases of noise were taken; no key."""
+        return {"ledger": self.ledger.state_dict(), "releases": self.noise.releases}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Into one that has released nothing; seeded noise goes on where it was."""
+        self.ledger.load_state_dict(state["ledger"])
+        self.noise.skip(state["releases"])
 
     def release(
         self,
@@ -60,6 +74,7 @@ class PrivateMean:
         out: Callable[[], dict[str, Tensor]],
     ) -> dict[str, Tensor]:
         """The private mean over a batch; `out` is asked for memory to put it in when all else is done."""
+        batch_of(inputs, targets)  # before it is cut
         *first, last = self._micro_batches(inputs, targets)
         onto: dict[str, Tensor] | None = None
         for x, y in first:
@@ -92,3 +107,9 @@ class PrivateMean:
                 return t[first : first + size] if t.dim() and batch > size else t
 
             yield map_tensors(part, inputs), map_tensors(part, targets)
+
+
+def noise_for(epsilon: float, delta: float, steps: int, sampling_rate: float) -> float:
+    """The smallest noise multiplier for so many steps on Poisson samples."""
+    checks.whole("steps", steps, low=1)
+    return dpk.accounting.calibrate(lambda z: dpk.accounting.poisson_gaussian(z, sampling_rate, steps), epsilon, delta)

@@ -10,7 +10,7 @@ Per-sample tensors in hand, one call clips, sums and noises them::
 The names below are the public API.
 """
 
-from dpkernels import accounting, clipping
+from dpkernels import accounting, checkpoint, clipping, sampling
 from dpkernels.dense import (
     ClippedSum,
     SparseMessage,
@@ -37,6 +37,7 @@ __all__ = [
     "SparseMessage",
     "accounting",
     "add_gaussian_",
+    "checkpoint",
     "clamp_sum",
     "clip_difference_sum",
     "clip_momentum_sum",
@@ -46,5 +47,6 @@ __all__ = [
     "explain",
     "local_updates",
     "per_sample_gradients",
+    "sampling",
     "sparsify",
 ]

@@ -59,6 +59,11 @@ class Each:
         """The same without a graph."""
         return self.values.detach()
 
+    @property
+    def memory(self) -> int | None:
+        """Where values are that this does not own, and nobody may write into."""
+        return self._values.untyped_storage().data_ptr() if self.matrix is None and self._values is not None else None
+
     def viewed(self, value: Tensor) -> Each | None:
         """For a view of the shared value; None if these factors have none."""
         same = (self.shared.shape, self.shared.stride())
@@ -87,9 +92,8 @@ class Each:
     def lines(self, ids: Tensor) -> Tensor:
         """Lines W_i[ids_i], [B, T, width] from ids [B, T]."""
         if self.matrix is None or self._turned:
-            height = self.shared.shape[0]
-            offset = height * torch.arange(len(ids), device=ids.device).unsqueeze(1)
-            return F.embedding(ids + offset, self.plain.reshape(-1, *self.shared.shape[1:]))
+            index = ids.unsqueeze(2).expand(-1, -1, self.shared.shape[1])
+            return self.plain.gather(1, index)  # of its own table only: an id beyond it raises
         result = F.embedding(ids, self.shared)
         m = self.matrix
         if m.outer is not None:

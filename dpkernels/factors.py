@@ -156,8 +156,17 @@ def scaled(m: Matrix, scale: float) -> Matrix:
         m,
         outer=None if m.outer is None else Outer(m.outer.a, m.outer.g * scale),
         rows=None if m.rows is None else Rows(m.rows.ids, m.rows.g * scale),
-        dense=None if m.dense is None else Dense(m.dense.values * scale),
+        dense=None if m.dense is None else _scaled_dense(m.dense, scale, m.height * m.width),
     )
+
+
+def _scaled_dense(dense: Dense, scale: float, elements: int) -> Dense:
+    if not isinstance(dense, Later):
+        return Dense(dense.values * scale)
+    form, count = dense.form, dense.count
+    again = lambda samples: form(samples) * scale  # noqa: E731
+    squares = [torch.ops.dpkernels.row_squares([again(samples)])[:, 0] for samples in chunks(count, elements)]
+    return Later(again, count, torch.cat(squares))
 
 
 def difference(x: Matrix, y: Matrix) -> Matrix:

@@ -50,7 +50,9 @@ def local_updates(
             sequences); a quarter of what is free unless given. What has no factors takes what it needs.
 
     The unit of privacy is dim 0. Nothing here is private: `clip_sum` with noise is. Models are refused as by
-    `dpk.per_sample_gradients`; besides, no parameter may decide by its own value where a sample goes.
+    `dpk.per_sample_gradients`. Besides, a parameter's value may not be read in forward (by `item`, `if` or as an
+    index), and what is made of it without a gradient (`w.detach()`) may not be written into: after the first step it is
+    another one for each sample.
     """
     count = checks.whole("steps", steps, low=1)
     rate = checks.number("lr", lr, low=0)

@@ -64,6 +64,18 @@ class Gaussian:
         """Whether the noise comes from a seed."""
         return self._reproducible
 
+    @property
+    def releases(self) -> int:
+        """How many have been taken."""
+        return int(self._stream[1])
+
+    def skip(self, releases: int) -> None:
+        """Go on behind the first so many releases, those of a run that is resumed; numbers are never taken again."""
+        with self._lock:
+            if checks.whole("releases", releases, low=0) < self.releases:
+                raise ValueError(f"releases: got {releases}, must be at least the {self.releases} that were taken here")
+            self._stream[1] = releases
+
     def release(self, sensitivity: float | None = None) -> tuple[Tensor, Tensor]:
         """Take the next release number: the (key, release) stream and the std, as tensors for the kernels.
 

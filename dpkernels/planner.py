@@ -127,8 +127,10 @@ def choice(
     )
 
 
-def hold(length: int, height: int, width: int, steps: int, stored: int, room: int) -> Hold:
+def hold(length: int, height: int, width: int, steps: int, *, stored: int, factors: int, room: int) -> Hold:
     """For a linear layer with so many factors from each of `steps` steps: what costs less, if its values fit.
+
+    `stored` and `factors` are the bytes that either takes; where values do not fit, the smaller one is held.
 
     Besides the products that either has, a step costs factors a pass through those of all steps before, forward and
     backward; and values reading them twice and adding to them. Products with samples' own weights run at a lower rate.
@@ -139,7 +141,9 @@ def hold(length: int, height: int, width: int, steps: int, stored: int, room: in
     by_factors = 2 * (2.0 * length + 4 * OPERATIONS_PER_BYTE) * rank * (height + width)
     by_factors += WIDE * (length * steps) ** 2 * (height + width) / steps  # of the norm, shared by the steps
     by_values = (16.0 * OPERATIONS_PER_BYTE + OWN_RATE * 4.0 * length) * height * width
-    return Hold.FACTORS if by_factors <= by_values or stored > room else Hold.VALUES
+    if stored > room:
+        return Hold.FACTORS if factors <= stored else Hold.VALUES
+    return Hold.FACTORS if by_factors <= by_values else Hold.VALUES
 
 
 def gram_or_tile(length: int, other: int, height: int, width: int) -> Way:

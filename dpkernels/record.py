@@ -85,6 +85,12 @@ def _run(tape: Tape, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> 
     _refuse_writing(name, args, kwargs)
     refuse_mixing(func, args, kwargs)
     operands = [t for t in tensors if tape.holds_samples(t)]
+    for t in tensors:
+        if operands and isinstance(t, Tracked) and not t._value.is_floating_point():
+            raise RecordingError(
+                f"parameter {t._label}: is made into whole numbers or truth values, which differ between samples that "
+                f"take steps of their own, and meets samples in {name}. Choose by inputs or activations instead"
+            )
     if not torch.is_grad_enabled() and all(t._each is None for t in tensors if isinstance(t, Tracked)):
         result = func(*map_tensors(_detached, args), **map_tensors(_detached, kwargs))
     elif not operands:
@@ -103,6 +109,11 @@ def _derive(tape: Tape, func: Any, name: str, tensors: list[Tensor], args: Any, 
     parents = [t for t in tensors if isinstance(t, Tracked)]
     if func in (Tensor.contiguous, Tensor.clone, torch.clone):
         return parents[0]  # nobody may write into it, so it needs no copy
+    if name in _READING and any(t._each is not None for t in parents):
+        raise RecordingError(
+            f"parameter {parents[0]._label}: {name} reads its value, which differs between samples that take steps of "
+            "their own. Choose by inputs or activations instead"
+        )
     values = {id(t._value): t for t in parents}
     leaves = tuple(dict.fromkeys(leaf for t in parents for leaf in t._leaves))
     # Hooks of a checkpoint must not take what this op saves: its backward runs after the model's.
@@ -165,6 +176,8 @@ def _value(t: Tensor) -> Tensor:
     return t._value if isinstance(t, Tracked) else t
 
 
+_READING = {"item", "tolist", "numpy", "equal", "allclose", "is_nonzero", "__contains__", "__array__"}
+_READING |= {"__float__", "__int__", "__bool__", "__index__", "__complex__"}
 _Held = tuple[dict[str, Any], str, Any]  # a module's dict, a name in it, and what stood there
 
 
@@ -276,6 +289,9 @@ def record(
     for name, t in (*leaves.items(), *members.parameters.items(), *members.buffers.items()):
         if t.numel():
             tape.guarded[t.untyped_storage().data_ptr()] = name
+    for name, own in (each or {}).items():
+        if own.memory is not None:
+            tape.guarded[own.memory] = name
     with torch.inference_mode(False):
         inputs, targets = (map_tensors(lambda t: t.clone() if t.is_inference() else t, x) for x in (inputs, targets))
     for t in flat_tensors((inputs, targets)):

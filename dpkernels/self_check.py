@@ -153,15 +153,34 @@ class _Proof:
         return plan
 
     def check_walk(self, plan: Plan, ops: dict[str, str]) -> None:
-        """Prove (iv), with steps of about a tenth of the parameters' size."""
+        """Prove (iv), with steps of about a tenth of the parameters' size, or less where that is too far for them."""
         everyone = torch.arange(self.batch)
         parameters = {name: p.detach() for name, p in members_of(self.model).trainable.items()} | self.values
-        walk = Walk(self.batch, parameters, 2, 0)
         first = self.recorded(everyone, plan=plan, each={})
         length = math.hypot(*(float(torch.linalg.vector_norm(p)) for p in parameters.values()))
-        rate = -0.1 * length / max(float(first.norms().max()), 1e-30)
+        for share in (1e-1, 1e-2, 1e-3, 1e-4):
+            rate = -share * length / max(float(first.norms().max()), 1e-30)
+            if self._walked(first, rate, parameters, plan, ops):
+                return
+        raise RecordingError(
+            "model: after a small step of its own, a sample's gradient is not finite on made-up inputs, so that local "
+            "steps cannot be checked. Call it first on a batch with moderate losses"
+        )
+
+    def _walked(
+        self, first: PerSample, rate: float, parameters: Mapping[str, Tensor], plan: Plan, ops: dict[str, str]
+    ) -> bool:
+        """Whether it was proven with steps of this size; False where ordinary gradients are not finite there."""
+        everyone = torch.arange(self.batch)
+        walk = Walk(self.batch, dict(parameters), 2, 0)
         walk.add(first, rate)
-        rows = self.recorded(everyone, plan=plan, each=walk.each())
+        before = {name: own.plain.clone() for name, own in walk.each().items() if own.memory is not None}
+
+        def look(tape: Tape) -> None:  # at ops that no gradient passes, which have not been seen yet
+            for what, kinds in tape.seen.items():
+                plan.setdefault(what, kinds)
+
+        rows = self.recorded(everyone, each=walk.each(), inspect=look)
         words = "after a step of its own, a sample's row is not the gradient at its own weights"
         for i in range(self.batch):
             chosen = torch.zeros_like(self.weights)
@@ -170,9 +189,15 @@ class _Proof:
             for name, total in first.weighted_sums(rate * chosen):
                 own[name] += total
             plain, sizes = self.ordinary(own, chosen), rows.sizes(chosen)
+            if not all(bool(g.isfinite().all()) for g in plain.values()):
+                return False
             for name, total in rows.weighted_sums(chosen):
                 off = total.sub_(plain.pop(name))
                 _refuse_off(ops, sizes, name, off, parameters[name].dtype, words, (1e-3, 1e-5), (2e-1, 2e-2))
+        for name, own_after in walk.each().items():
+            if name in before and not torch.equal(own_after.plain, before[name]):
+                raise _refusal(ops, name, "the model writes into what it is made of")
+        return True
 
     def recorded(
         self,

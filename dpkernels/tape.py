@@ -56,7 +56,7 @@ class Tracked(Tensor):
             dtype=value.dtype,
             layout=value.layout,
             device=value.device,
-            requires_grad=True,
+            requires_grad=value.is_floating_point(),
         )
         self._value, self._tape, self._label, self._leaves = value, tape, label, leaves
         self._is_param = is_param  # what isinstance(x, nn.Parameter) asks

@@ -33,7 +33,7 @@ class Walk:
             held = self._held.get(name)
             if held is None:
                 held = self._start(self._shared[name], parts)
-            elif isinstance(held, _Factors) and not held.takes(parts):
+            elif isinstance(held, _Factors) and not _Factors.possible(parts, self._shared[name]):
                 held = _Values(held.each(self._shared[name]).plain.contiguous())
             held.add(parts, scale)
             self._held[name] = held
@@ -59,7 +59,11 @@ class Walk:
         bytes_ = self._batch * shared.numel() * shared.element_size()
         if _Factors.possible(parts, shared):
             m = parts[0].matrix
-            if planner.hold(m.length, m.height, m.width, left, bytes_, self._room) is planner.Hold.FACTORS:
+            growing = 0 if m.outer is None else m.outer.g.shape[1] * (1 if m.outer.fixed else left)
+            growing += 0 if m.rows is None else m.rows.g.shape[1]
+            factors_ = self._batch * growing * (m.height + m.width) * shared.element_size()
+            sizes = {"stored": bytes_, "factors": factors_, "room": self._room}
+            if planner.hold(m.length, m.height, m.width, left, **sizes) is planner.Hold.FACTORS:
                 return _Factors(parts[0].matrix, left)
         self._room -= bytes_
         return _Values(forming.copies(shared, self._batch))
@@ -76,11 +80,10 @@ class _Factors:
     @staticmethod
     def possible(parts: list[Part], shared: Tensor) -> bool:
         """Whether the rows of a step are factors of one whole matrix."""
-        return len(parts) == 1 and parts[0].place is None and parts[0].matrix.dense is None and shared.dim() == 2
-
-    def takes(self, parts: list[Part]) -> bool:
-        """Whether they go on being so."""
-        return len(parts) == 1 and parts[0].place is None and parts[0].matrix.dense is None
+        if len(parts) != 1 or parts[0].place is not None:
+            return False
+        m = parts[0].matrix
+        return m.dense is None and (m.height, m.width) == tuple(shared.shape)
 
     def add(self, parts: list[Part], scale: float) -> None:
         (part,) = parts
@@ -177,8 +180,8 @@ def _add_rows(values: Tensor, part: Part, scale: float) -> None:
         rows = factors.at_least_float(m.outer.g).transpose(1, 2) @ factors.at_least_float(m.outer.a)
         target.add_(rows.reshape(target.shape), alpha=scale)
     if m.rows is not None:
-        lines = values.view(m.batch * m.height, m.width) if whole else target.reshape(-1, m.width)
-        ids = m.rows.ids + m.height * torch.arange(m.batch, device=values.device).unsqueeze(1)
-        lines.index_add_(0, ids.flatten(), m.rows.g.to(values.dtype).flatten(0, 1), alpha=scale)
+        lines = (values if whole else target).reshape(m.batch, m.height, m.width)
+        index = m.rows.ids.unsqueeze(2).expand(-1, -1, m.width)
+        lines.scatter_add_(1, index, m.rows.g.to(values.dtype) * scale)  # to its own table only
         if not whole:
             target.copy_(lines.view(target.shape))

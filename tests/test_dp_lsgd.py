@@ -102,6 +102,13 @@ def test_micro_batches_have_noise_once(size):
     assert len(whole.ledger) == len(parts.ledger) == 2
 
 
+def test_micro_batches_do_not_hide_wrong_lengths():
+    model, loss_fn, batches = batches_of("cnn", [6])
+    x, y = batches[0]
+    with pytest.raises(ValueError, match="targets: a tensor has shape"):
+        make(model, loss_fn, micro_batch_size=3).step(x, torch.cat([y, y[:2]]))
+
+
 def test_incremental_norms_are_those_of_the_definition():
     model, loss_fn, batches = batches_of("cnn", [6])
     norms = truth.flat(truth.walk(model, loss_fn, *batches[0], 3, 0.2)).norm(dim=1)
@@ -148,6 +155,7 @@ def test_an_interrupted_step_shows_no_sum_without_noise(monkeypatch):
         ({"local_steps": 0}, "local_steps: got 0, must be a whole number >= 1"),
         ({"lr": float("inf")}, "lr: got inf"),
         ({"max_norm": -1.0}, "max_norm"),
+        ({"max_bytes": -5}, "max_bytes: got -5, must be a whole number >= 0 or None"),
         ({"micro_batch_size": 0}, "micro_batch_size: got 0, must be a whole number >= 1 or None"),
     ],
 )

@@ -138,7 +138,7 @@ def test_the_ledger_has_the_release():
     *_, rows = recorded("gpt")
     ledger = dpk.accounting.Ledger()
     rows.clip_sum(2.0, dpk.Gaussian(3.0, ledger=ledger))
-    assert ledger._releases.keys() == {1.5}
+    assert [r.noise_multiplier for r in ledger.event().releases] == [1.5]
     rows.clamp_sum(0.1, dpk.Gaussian(1.0, ledger=ledger))
     assert len(ledger) == 2
 

@@ -8,7 +8,8 @@ import torch
 README = Path(__file__).parent.parent / "README.md"
 
 
-def test_code_blocks_run_in_order(capsys):
+def test_code_blocks_run_in_order(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)
     assert len(blocks) >= 3
     names: dict = {}

@@ -129,6 +129,8 @@ Tensor conv_each(const Tensor& x_given, const Tensor& w_given, std::vector<int64
                  std::vector<int64_t> padding, std::vector<int64_t> dilation, int64_t groups) {
   const Tensor x = torch::stable::contiguous(x_given), w = torch::stable::contiguous(w_given);
   const Convolution s = sizes_of(w, places_of(x, 2), three(size, 1), stride, padding, dilation, groups);
+  STD_TORCH_CHECK(w.dim() == x.dim() + 1 && x.size(0) == s.batch && x.size(1) == s.inputs * groups,
+                  "conv_each: sizes do not fit together");
   Tensor y = output(s.batch, w.size(1), size);
   if (y.numel() == 0) return y;
   const ConvEachKernels& k = conv_each_kernels();
@@ -171,6 +173,8 @@ Tensor conv_each_input(const Tensor& g_given, const Tensor& w_given, std::vector
                        int64_t groups) {
   const Tensor g = torch::stable::contiguous(g_given), w = torch::stable::contiguous(w_given);
   const Convolution s = sizes_of(w, three(size, 1), places_of(g, 2), stride, padding, dilation, groups);
+  STD_TORCH_CHECK(w.dim() == g.dim() + 1 && g.size(0) == s.batch && g.size(1) == w.size(1),
+                  "conv_each_input: sizes do not fit together");
   Tensor dx = output(s.batch, s.inputs * groups, size);
   if (dx.numel() == 0) return dx;
   const ConvEachKernels& k = conv_each_kernels();

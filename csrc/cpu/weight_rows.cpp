@@ -125,6 +125,9 @@ std::tuple<Tensor, Tensor> outer_rows(const Tensor& a, const Tensor& g) {
 }
 
 void outer_rows_(Tensor rows, const Tensor& a, const Tensor& g, double scale) {
+  STD_TORCH_CHECK(rows.size(0) == a.size(0) && rows.size(1) == g.size(2) && rows.size(2) == a.size(2) &&
+                      g.size(0) == a.size(0) && g.size(1) == a.size(1),
+                  "outer_rows_: sizes do not fit together");
   form_outer(a, g, {rows.mutable_data_ptr<float>(), true, static_cast<float>(scale)});
 }
 
@@ -245,6 +248,9 @@ std::tuple<Tensor, Tensor> conv_rows(const Tensor& x, const Tensor& g, std::vect
 
 void conv_rows_(Tensor rows, const Tensor& x, const Tensor& g, double scale, std::vector<int64_t> stride,
                 std::vector<int64_t> padding, std::vector<int64_t> dilation, int64_t groups) {
+  STD_TORCH_CHECK(rows.dim() == x.dim() + 1 && rows.size(0) == x.size(0) && rows.size(1) == g.size(1) &&
+                      rows.size(2) == x.size(1) / groups && g.size(0) == x.size(0),
+                  "conv_rows_: sizes do not fit together");
   form_conv(x, g, places_of(rows, 3), stride, padding, dilation, groups,
             {rows.mutable_data_ptr<float>(), true, static_cast<float>(scale)});
 }

@@ -101,6 +101,8 @@ def promote(tape: Tape, parameter: Tracked, layout: Layout, shape: Sequence[int]
     else:
         own = layout.copies(parameter._each.plain).reshape(lines, *shape)
         value = own.transpose(0, layout.dim + 1).squeeze(0)
+        if not torch.is_grad_enabled():  # the model may write into it
+            value = value.clone()
 
     def write(_: tuple[Tensor, ...], gradients: tuple[Tensor | None, ...]) -> None:
         (g,) = gradients

@@ -86,7 +86,10 @@ def _write_rows(tape: Tape, weight: Tracked, x: Tensor, g: Tensor, layout: Layou
     height, width, length = shape[0], shape[1:].numel(), g.shape[2:].numel()
     in_order = layout.in_order and layout.rows == 1
     if tape.walking and in_order:
-        add = lambda rows, scale: add_conv_rows(rows, x, g, scale, *geometry.steps)  # noqa: E731
+
+        def add(rows: Tensor, scale: float) -> None:  # of the leaf, which the weight may be a view of
+            add_conv_rows(rows.view(tape.batch, *shape), x, g, scale, *geometry.steps)
+
         tape.add(weight, Later(again, tape.batch, add=add))
     elif planner.fits(tape.batch, height, width, tape.room) or not in_order or not is_native(x):
         tape.note(weight, planner.Way.KEEP, length, height, width)

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from dpkernels.each import Each, for_each
 from dpkernels.lines import makes_fresh
 from dpkernels.nested import flat_tensors
-from dpkernels.tape import RecordingError, Tracked
+from dpkernels.tape import Tracked
 
 
 def each_of_derived(
@@ -27,11 +27,6 @@ def each_of_derived(
         view = parents[0]._each.viewed(tensors[0])
         if view is not None:
             return {id(tensors[0]): view}
-    if not all(t.is_floating_point() for t in tensors):
-        raise RecordingError(
-            f"parameter {parents[0]._label}: {name} makes whole numbers or truth values of it, which differ between "
-            "samples that take steps of their own. Choose by inputs or activations instead"
-        )
 
     def one(*values: Tensor) -> tuple[Tensor, ...]:
         given = iter(values)

@@ -12,6 +12,7 @@ from dpkernels.factors import Rows
 from dpkernels.rules.fallback import fallback
 from dpkernels.rules.registry import named, plain, rule, tracked
 from dpkernels.tape import RecordingError, Tape, Tracked
+from dpkernels.taps import is_whole_view
 
 
 @rule(F.embedding, torch.embedding)
@@ -51,6 +52,7 @@ def embedding(
         with torch.no_grad():
             lines = weight._each.lines(tape.by_sample(input.long(), layout, 0))
             output = layout.in_place(lines, (*input.shape, weight.shape[1]))
+            output = output if output._base is None or is_whole_view(output) else output.clone()
     return tape.tap((output,), (input,), write)[0]
 
 

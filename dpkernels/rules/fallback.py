@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from dpkernels.each import for_each
 from dpkernels.layouts import Layout
-from dpkernels.rules.registry import apart, each_of, named, plain
+from dpkernels.rules.registry import apart, each_of, named, plain, shared
 from dpkernels.tape import RecordingError, Tape, Tracked
 
 _said: set[str] = set()
@@ -44,14 +44,14 @@ def fallback(tape: Tape, func: Callable[..., Any], args: Sequence[Any], kwargs: 
         flat, out_specs[0] = pytree.tree_flatten(func(*a, **k))
         return flat
 
-    each = apart(*leaves)
-    own = [_own(tape, leaves[i], layout) if each else plain(leaves[i]) for i in parameters]
+    each = apart(*leaves) and units > 0
+    own = [_own(tape, leaves[i], layout) if each else shared(leaves[i]) for i in parameters]
     before = torch.get_rng_state()
     if each:
         flat = _run_apart(call, own, [leaves[i] for i in samples], units)
         result = pytree.tree_unflatten(flat, out_specs[0])
     else:
-        result = func(*pytree.tree_map(plain, tuple(args)), **pytree.tree_map(plain, kwargs))
+        result = func(*pytree.tree_map(shared, tuple(args)), **pytree.tree_map(shared, kwargs))
     if not torch.equal(before, torch.get_rng_state()):
         raise RecordingError(f"{what}: draws random numbers and has no rule of its own. Draw them in an op before it")
     outputs, out_spec = pytree.tree_flatten(result)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dpkernels.each import NOTHING, Each
 from dpkernels.layouts import Layout
+from dpkernels.rules.broadcast import promote
 from dpkernels.rules.fallback import fallback
 from dpkernels.rules.registry import apart, each_of, named, plain, reduced, rule, tracked
 from dpkernels.tape import Tape, Tracked
@@ -40,7 +41,10 @@ def linear(tape: Tape, input: Any, weight: Any, bias: Any = None) -> Any:
 
 def _linear_apart(tape: Tape, input: Tensor, weight: Any, bias: Any, layout: Layout) -> Tensor:
     """The same where each sample has a weight or a bias of its own."""
-    each = weight._each if apart(weight) else Each(weight, matrix=NOTHING)
+    if not isinstance(weight, Tracked):
+        line = (1,) * (input.dim() - 1) + (weight.shape[0],)
+        return F.linear(input, weight) + promote(tape, bias, layout, line)
+    each = weight._each or Each(plain(weight), matrix=NOTHING)
     shift = each_of(bias)
     shape = (*input.shape[:-1], each.shared.shape[0])
     fixed = not input.requires_grad
@@ -53,7 +57,7 @@ def _linear_apart(tape: Tape, input: Tensor, weight: Any, bias: Any, layout: Lay
 
     def backward(x: Tensor, g: Tensor, write: bool, needed: bool) -> Tensor | None:
         lines = tape.by_sample(g, layout, 1)
-        if write and isinstance(weight, Tracked):
+        if write:
             tape.add_outer(weight, tape.by_sample(x.to(g.dtype), layout, 1), lines, fixed)
         if write and isinstance(bias, Tracked):
             tape.add_dense(bias, reduced(tape, g, layout, 1))

@@ -27,10 +27,13 @@ def rule(*ops: Any) -> Callable[[_R], _R]:
 
 def plain(x: Any) -> Any:
     """A Tracked's value, cut off from autograd; anything else as it is."""
-    if not isinstance(x, Tracked):
-        return x
-    assert x._each is None, "samples have values of their own"
-    return x._value.detach()
+    assert not apart(x), "samples have values of their own"
+    return shared(x)
+
+
+def shared(x: Any) -> Any:
+    """The same, also where samples have values of their own: what these start from."""
+    return x._value.detach() if isinstance(x, Tracked) else x
 
 
 def apart(*xs: Any) -> bool:
