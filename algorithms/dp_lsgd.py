@@ -12,11 +12,10 @@ import dpkernels as dpk
 from dpkernels import checks
 from dpkernels.members import members_of
 
-from .incremental_norms import NormSummary
-from .private_mean import PrivateMean, noise_for
+from .private_training import PrivateTraining
 
 
-class DPLSGD:
+class DPLSGD(PrivateTraining):
     """Each step: K times w_i <- w_i - lr * gradient of loss_i at w_i, from w, for each sample i of the batch; then
 
         w <- w + (sum_i clip(w_i - w) + N(0, (z C)^2)) / expected_batch_size
@@ -66,7 +65,9 @@ class DPLSGD:
     ) -> None:
         self._local_steps = checks.whole("local_steps", local_steps, low=1)
         self._lr = checks.number("lr", lr, low=0)
-        self._mean = PrivateMean(
+        super().__init__(
+            model,
+            loss_fn,
             max_norm=max_norm,
             noise_multiplier=noise_multiplier,
             expected_batch_size=expected_batch_size,
@@ -78,39 +79,11 @@ class DPLSGD:
             watch_norms=watch_norms,
             budget=budget,
         )
-        members_of(model)
-        self.model = model
-        self.loss_fn = loss_fn
-        self.ledger, self.noise = self._mean.ledger, self._mean.noise
-        self._max_bytes = max_bytes
         self._moves: dict[str, Tensor] = {}  # memory of the last step's
-
-    @classmethod
-    def with_budget(
-        cls,
-        model: nn.Module,
-        loss_fn: Callable[[Any, Any], Tensor],
-        *,
-        epsilon: float,
-        delta: float,
-        steps: int,
-        **arguments: Any,
-    ) -> DPLSGD:
-        """With the smallest noise for which `steps` steps spend at most (epsilon, delta); a step beyond is refused.
-
-        `arguments` are those of the constructor but for `noise_multiplier`.
-        """
-        return cls(
-            model,
-            loss_fn,
-            noise_multiplier=noise_for(epsilon, delta, steps, arguments.get("sampling_rate", 1.0)),
-            budget=(epsilon, delta),
-            **arguments,
-        )
 
     def step(self, inputs: Any, targets: Any) -> None:
         """One step on a batch, of whatever size the sampling gave it; an empty one is a step of noise alone."""
-        self._moves = self._mean.release(self._updates, inputs, targets, self._memory)
+        self._moves = self._release(self._updates, inputs, targets, self._memory)
         with torch.no_grad():
             for name, p in members_of(self.model).trainable.items():
                 p.add_(self._moves[name])
@@ -130,23 +103,3 @@ class DPLSGD:
             lr=self._lr,
             max_bytes=self._max_bytes,
         )
-
-    def state_dict(self) -> dict[str, Any]:
-        """Weights, counters and the ledger; no key. See `dpk.checkpoint`."""
-        return {"model": self.model.state_dict(), **self._mean.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where another run was, into an algorithm made with the same arguments that has not stepped yet.
-
-        With a seed it goes on as that run would have; without, noise is new.
-        """
-        self._mean.load_state_dict(state)
-        self.model.load_state_dict(state["model"])
-
-    def epsilon(self, delta: float) -> float:
-        """The epsilon at `delta` of all steps so far."""
-        return self.ledger.epsilon(delta)
-
-    def incremental_norms(self) -> NormSummary:
-        """How far moves went beyond max_norm; `.over(lr)` is the papers' ratio. NOT private: needs `watch_norms`."""
-        return self._mean.incremental_norms()

@@ -11,11 +11,10 @@ from torch import Tensor, nn
 import dpkernels as dpk
 from dpkernels.members import members_of
 
-from .incremental_norms import NormSummary
-from .private_mean import PrivateMean, noise_for
+from .private_training import PrivateTraining
 
 
-class DPSGD:
+class DPSGD(PrivateTraining):
     """Each step puts (sum_i clip(g_i) + N(0, (z C)^2)) / expected_batch_size into `.grad`, then the optimizer steps.
 
     Args:
@@ -61,7 +60,9 @@ class DPSGD:
     ) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ValueError(f"optimizer: got a {type(optimizer).__name__}, must be a torch.optim.Optimizer")
-        self._mean = PrivateMean(
+        super().__init__(
+            model,
+            loss_fn,
             max_norm=max_norm,
             noise_multiplier=noise_multiplier,
             expected_batch_size=expected_batch_size,
@@ -73,36 +74,9 @@ class DPSGD:
             watch_norms=watch_norms,
             budget=budget,
         )
-        self.model = model
-        self.loss_fn = loss_fn
         self.optimizer = optimizer
-        self.ledger, self.noise = self._mean.ledger, self._mean.noise
-        self._max_bytes = max_bytes
         self._written: dict[str, tuple[Tensor, int]] = {}  # gradients of ours, and their versions
         self._refuse_other_gradients()
-
-    @classmethod
-    def with_budget(
-        cls,
-        model: nn.Module,
-        loss_fn: Callable[[Any, Any], Tensor],
-        *,
-        epsilon: float,
-        delta: float,
-        steps: int,
-        **arguments: Any,
-    ) -> DPSGD:
-        """With the smallest noise for which `steps` steps spend at most (epsilon, delta); a step beyond is refused.
-
-        `arguments` are those of the constructor but for `noise_multiplier`.
-        """
-        return cls(
-            model,
-            loss_fn,
-            noise_multiplier=noise_for(epsilon, delta, steps, arguments.get("sampling_rate", 1.0)),
-            budget=(epsilon, delta),
-            **arguments,
-        )
 
     def step(self, inputs: Any, targets: Any) -> None:
         """One step on a batch, of whatever size the sampling gave it; an empty one is a step of noise alone."""
@@ -117,7 +91,7 @@ class DPSGD:
                 p.grad = None
             return found
 
-        private = self._mean.release(self._gradients, inputs, targets, own)
+        private = self._release(self._gradients, inputs, targets, own)
         for name, p in parameters.items():
             p.grad = private[name].to(p.dtype)
             torch.autograd.graph.increment_version(p.grad)
@@ -129,24 +103,12 @@ class DPSGD:
 
     def state_dict(self) -> dict[str, Any]:
         """Weights, the optimizer's state, counters and the ledger; no key. See `dpk.checkpoint`."""
-        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), **self._mean.state_dict()}
+        return {**super().state_dict(), "optimizer": self.optimizer.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where another run was, into an algorithm made with the same arguments that has not stepped yet.
-
-        With a seed it goes on as that run would have; without, noise is new.
-        """
-        self._mean.load_state_dict(state)
-        self.model.load_state_dict(state["model"])
+        """As of every algorithm; the optimizer's state too."""
+        super().load_state_dict(state)
         self.optimizer.load_state_dict(state["optimizer"])
-
-    def epsilon(self, delta: float) -> float:
-        """The epsilon at `delta` of all steps so far."""
-        return self.ledger.epsilon(delta)
-
-    def incremental_norms(self) -> NormSummary:
-        """How far gradients went beyond max_norm. NOT private: needs `watch_norms`."""
-        return self._mean.incremental_norms()
 
     def _refuse_other_gradients(self) -> dict[str, nn.Parameter]:
         """Refuse what the optimizer would step without noise: other parameters, and gradients not written here."""

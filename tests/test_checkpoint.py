@@ -136,7 +136,7 @@ def test_a_state_goes_only_into_a_fresh_algorithm_with_the_same_claims():
     with pytest.raises(ValueError, match="must be empty"):
         algorithm.load_state_dict(state)
     other = made("DPSGD", 5)
-    other._mean.ledger.sampling_rate = 0.5
+    other.ledger.sampling_rate = 0.5
     with pytest.raises(ValueError, match="sampling_rate"):
         other.load_state_dict(state)
     assert json.dumps(state["ledger"])

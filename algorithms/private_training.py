@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import dpkernels as dpk
 from dpkernels import checks
 from dpkernels.gradients import batch_of
+from dpkernels.members import members_of
 from dpkernels.nested import flat_tensors, map_tensors
 
 from .incremental_norms import IncrementalNorms, NormSummary
 
 
-class PrivateMean:
+class PrivateTraining:
     """Clips rows to `max_norm`, adds N(0, (noise_multiplier * max_norm)^2), divides by `expected_batch_size`.
 
     Arguments are those of the algorithms, which say what they mean.
@@ -25,6 +26,8 @@ class PrivateMean:
 
     def __init__(
         self,
+        model: nn.Module,
+        loss_fn: Callable[[Any, Any], Tensor],
         *,
         max_norm: float,
         noise_multiplier: float,
@@ -32,11 +35,12 @@ class PrivateMean:
         sampling_rate: float,
         clip: dpk.clipping.Rule | None,
         micro_batch_size: int | None,
-        seed: int | None,
         max_bytes: int | None,
+        seed: int | None,
         watch_norms: bool,
-        budget: tuple[float, float] | None = None,
+        budget: tuple[float, float] | None,
     ) -> None:
+        members_of(model)
         bound = checks.number("max_norm", max_norm, low=0, finite=False)
         multiplier = checks.number("noise_multiplier", noise_multiplier, low=0)
         if multiplier > 0 and math.isinf(bound):
@@ -50,23 +54,64 @@ class PrivateMean:
         rule = dpk.clipping.Flat(bound) if clip is None else dpk.clipping.as_rule(clip)
         if rule.row_norm > bound * (1 + 1e-9):
             raise ValueError(f"clip: its rows are up to {rule.row_norm:g} long, must be at most max_norm = {bound:g}")
+        self.model = model
+        self.loss_fn = loss_fn
         self.ledger = dpk.accounting.Ledger(sampling_rate, budget=budget)
         self.noise = dpk.Gaussian(multiplier * bound if multiplier else 0.0, seed=seed, ledger=self.ledger)
         self._norms = IncrementalNorms(bound) if watch_norms else None
         self._clip = rule
         self._expected_batch_size = float(expected_batch_size)
         self._micro_batch_size = micro_batch_size
+        self._max_bytes = max_bytes
+
+    @classmethod
+    def with_budget(
+        cls,
+        model: nn.Module,
+        loss_fn: Callable[[Any, Any], Tensor],
+        *,
+        epsilon: float,
+        delta: float,
+        steps: int,
+        **arguments: Any,
+    ) -> Self:
+        """With the smallest noise for which `steps` steps spend at most (epsilon, delta); a step beyond is refused.
+
+        `arguments` are those of the constructor but for `noise_multiplier`.
+        """
+        rate, count = arguments.get("sampling_rate", 1.0), checks.whole("steps", steps, low=1)
+        event = lambda z: dpk.accounting.poisson_gaussian(z, rate, count)  # noqa: E731
+        multiplier = dpk.accounting.calibrate(event, epsilon, delta)
+        return cls(model, loss_fn, noise_multiplier=multiplier, budget=(epsilon, delta), **arguments)
+
+    def epsilon(self, delta: float) -> float:
+        """The epsilon at `delta` of all steps so far."""
+        return self.ledger.epsilon(delta)
 
     def state_dict(self) -> dict[str, Any]:
-        """What has been released, and how many releases of noise were taken; no key."""
-        return {"ledger": self.ledger.state_dict(), "releases": self.noise.releases}
+        """Weights, counters and the ledger; no key. See `dpk.checkpoint`."""
+        return {
+            "model": self.model.state_dict(),
+            "ledger": self.ledger.state_dict(),
+            "releases": self.noise.releases,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Into one that has released nothing; seeded noise goes on where it was."""
+        """Go on where another run was, into an algorithm made with the same arguments that has not stepped yet.
+
+        With a seed it goes on as that run would have; without, noise is new.
+        """
         self.ledger.load_state_dict(state["ledger"])
         self.noise.skip(state["releases"])
+        self.model.load_state_dict(state["model"])
 
-    def release(
+    def incremental_norms(self) -> NormSummary:
+        """How far rows went beyond max_norm. NOT private: needs `watch_norms`."""
+        if self._norms is None:
+            raise ValueError("watch_norms: got False, must be True to have incremental norms, which are not private")
+        return self._norms.summary()
+
+    def _release(
         self,
         rows_of: Callable[[Any, Any], dpk.PerSample],
         inputs: Any,
@@ -88,12 +133,6 @@ class PrivateMean:
         private: dict[str, Tensor] = found.sum
         return private
 
-    def incremental_norms(self) -> NormSummary:
-        """Of all rows so far. NOT private."""
-        if self._norms is None:
-            raise ValueError("watch_norms: got False, must be True to have incremental norms, which are not private")
-        return self._norms.summary()
-
     def _watch(self, norms: Tensor) -> None:
         if self._norms is not None:
             self._norms.add(norms)
@@ -107,9 +146,3 @@ class PrivateMean:
                 return t[first : first + size] if t.dim() and batch > size else t
 
             yield map_tensors(part, inputs), map_tensors(part, targets)
-
-
-def noise_for(epsilon: float, delta: float, steps: int, sampling_rate: float) -> float:
-    """The smallest noise multiplier for so many steps on Poisson samples."""
-    checks.whole("steps", steps, low=1)
-    return dpk.accounting.calibrate(lambda z: dpk.accounting.poisson_gaussian(z, sampling_rate, steps), epsilon, delta)
