@@ -22,7 +22,7 @@ from dpkernels.dense import (
     sparsify,
 )
 from dpkernels.explain import explain
-from dpkernels.gradients import per_sample_gradients
+from dpkernels.gradients import check_independence, per_sample_gradients
 from dpkernels.local import local_updates
 from dpkernels.noise import Gaussian
 from dpkernels.per_sample import PerSample
@@ -37,6 +37,7 @@ __all__ = [
     "SparseMessage",
     "accounting",
     "add_gaussian_",
+    "check_independence",
     "checkpoint",
     "clamp_sum",
     "clip_difference_sum",

@@ -51,6 +51,19 @@ def per_sample_gradients(
     return record(model, loss_fn, inputs, targets, batch, plan=plan, room=room, members=members)
 
 
+def check_independence(model: nn.Module, loss_fn: LossFunction, inputs: Any, targets: Any) -> None:
+    """Raise a `ValueError` unless samples stay apart in this model and loss, on some of these inputs.
+
+    What `dpk.per_sample_gradients` proves once on made-up inputs, proven again on real ones with the parameters as they
+    are: rows add up to the ordinary gradient, do not depend on which other samples are in the batch, and are zero for
+    samples without a loss. Looks at a handful of samples. The outcome depends on data: it is not private.
+    """
+    _, batch, _ = prepare(model, loss_fn, inputs, targets, None)
+    if batch == 0:
+        raise ValueError("inputs: has no sample, must have at least one")
+    self_check.check(model, loss_fn, inputs, targets, real=True)
+
+
 def prepare(
     model: nn.Module, loss_fn: LossFunction, inputs: Any, targets: Any, max_bytes: int | None
 ) -> tuple[Members, int, Callable[[], int] | int]:

@@ -64,8 +64,10 @@ def ensure(
     return plans[key]
 
 
-def check(model: nn.Module, loss_fn: LossFunction, inputs: Any, targets: Any, walking: bool = False) -> Plan:
-    """Prove (i), (ii) and (iii), and (iv) if asked to, or raise.
+def check(
+    model: nn.Module, loss_fn: LossFunction, inputs: Any, targets: Any, walking: bool = False, real: bool = False
+) -> Plan:
+    """Prove (i), (ii) and (iii), and (iv) if asked to, or raise; on `real` inputs and parameters as they are.
 
     The first check batch may have the size of something else in the model: a refusal there is tried again with another.
     """
@@ -73,10 +75,10 @@ def check(model: nn.Module, loss_fn: LossFunction, inputs: Any, targets: Any, wa
     primes = [p for p in (3, 5, 7, 11, 13) if all(n % p for n in sizes)] + [3, 5]
     with torch.inference_mode(False), torch.random.fork_rng(devices=[]), gradients_aside(model.parameters()):
         try:
-            return _Proof(model, loss_fn, inputs, targets, primes[0]).plan(walking)
+            return _Proof(model, loss_fn, inputs, targets, primes[0], real).plan(walking)
         except RecordingError as first:
             try:
-                return _Proof(model, loss_fn, inputs, targets, primes[1]).plan(walking)
+                return _Proof(model, loss_fn, inputs, targets, primes[1], real).plan(walking)
             except RecordingError:
                 raise first from None
 
@@ -84,7 +86,9 @@ def check(model: nn.Module, loss_fn: LossFunction, inputs: Any, targets: Any, wa
 class _Proof:
     """A check at one batch size: inputs, parameters and weights to check with, and the ordinary gradient."""
 
-    def __init__(self, model: nn.Module, loss_fn: LossFunction, inputs: Any, targets: Any, batch: int) -> None:
+    def __init__(
+        self, model: nn.Module, loss_fn: LossFunction, inputs: Any, targets: Any, batch: int, only_real: bool = False
+    ) -> None:
         self.model, self.loss_fn, self.batch = model, loss_fn, batch
         generator = torch.Generator().manual_seed(0)
         self.weights = torch.rand(batch, generator=generator, dtype=torch.float64) + 0.5
@@ -93,7 +97,9 @@ class _Proof:
         real = partial(_repeated, batch)
         empty = not any(t.shape[1:].numel() for t in flat_tensors(inputs) if t.dim())  # then zero is all there is
         error: Exception | None = None
-        for values, make in ((nudged, normal), (nudged, uniform), ({}, normal), ({}, uniform), ({}, real)):
+        attempts: list[tuple[dict[str, Tensor], Any]]
+        attempts = [(nudged, normal), (nudged, uniform), ({}, normal), ({}, uniform), ({}, real)]
+        for values, make in attempts[-1:] if only_real else attempts:
             self.values: dict[str, Tensor] = values
             self.inputs = map_tensors(make, inputs)
             self.targets = map_tensors(real if make is real else uniform, targets)

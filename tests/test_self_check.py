@@ -8,7 +8,7 @@ from torch import nn
 import dpkernels as dpk
 from dpkernels import self_check
 from tests import truth
-from tests.models import CLASSES, Function, labels
+from tests.models import CLASSES, B, Function, labels
 
 MIXING = {
     "centred": lambda h: h - h.mean(0),
@@ -268,3 +268,21 @@ def test_a_check_leaves_frozen_weights_and_attributes_alone():
         dpk.per_sample_gradients(model, truth.cross_entropy, torch.randn(6, 5), labels())
     assert torch.equal(model.teacher.weight, before)
     assert float(model.seen) == 0.0
+
+
+def test_check_independence_looks_at_real_inputs():
+    """A model that mixes samples only where a feature is large passes the made-up check, and not the real one."""
+
+    def forward(m, x):
+        far = (x.abs().amax() > 1000).to(x.dtype)
+        return m.layer(x) + far * m.layer(x).mean(0)
+
+    torch.manual_seed(0)
+    model = Function(forward, layer=nn.Linear(5, CLASSES))
+    x, y = torch.randn(B, 5), labels()
+    dpk.check_independence(model, truth.cross_entropy, x, y)
+    x[0, 0] = 5000.0
+    with pytest.raises(ValueError, match=r"layer\.weight"):
+        dpk.check_independence(model, truth.cross_entropy, x, y)
+    with pytest.raises(ValueError, match="inputs: has no sample"):
+        dpk.check_independence(model, truth.cross_entropy, x[:0], y[:0])
