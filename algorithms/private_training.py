@@ -13,7 +13,7 @@ import dpkernels as dpk
 from dpkernels import checks
 from dpkernels.gradients import batch_of
 from dpkernels.members import members_of
-from dpkernels.nested import flat_tensors, map_tensors
+from dpkernels.nested import map_tensors
 
 from .incremental_norms import IncrementalNorms, NormSummary
 
@@ -119,7 +119,6 @@ class PrivateTraining:
         out: Callable[[], dict[str, Tensor]],
     ) -> dict[str, Tensor]:
         """The private mean over a batch; `out` is asked for memory to put it in when all else is done."""
-        batch_of(inputs, targets)  # before it is cut
         *first, last = self._micro_batches(inputs, targets)
         onto: dict[str, Tensor] | None = None
         for x, y in first:
@@ -138,7 +137,7 @@ class PrivateTraining:
             self._norms.add(norms)
 
     def _micro_batches(self, inputs: Any, targets: Any) -> Iterator[tuple[Any, Any]]:
-        batch = next((t.shape[0] for t in flat_tensors(inputs) if t.dim() > 0), 0)
+        batch = batch_of(inputs, targets)
         size = self._micro_batch_size or max(batch, 1)
         for first in range(0, max(batch, 1), size):
 

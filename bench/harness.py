@@ -11,7 +11,7 @@ import json
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,18 @@ class Result:
 
     def met(self, peer: str) -> bool | None:
         return self.ratios[peer][1] <= self.at_most[peer] if peer in self.at_most else None
+
+
+def spread(ratios: Sequence[float]) -> tuple[float, float, float]:
+    """Lower quartile, median, upper quartile."""
+    lower, median, upper = statistics.quantiles(ratios, n=4)
+    return lower, median, upper
+
+
+def relative_error(found: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> float:
+    """How far tensors are off, over the norm of all of them."""
+    off = sum(float((found[name] - t).square().sum()) for name, t in truth.items())
+    return float((off / sum(float(t.square().sum()) for t in truth.values())) ** 0.5)
 
 
 RESULTS: list[Result] = []
@@ -62,10 +74,7 @@ def compare(
         recorded.clear()
     benchmark.pedantic(ours, setup=peers_first, rounds=rounds)
     mine = benchmark.stats.stats.data
-    ratios = {}
-    for name, theirs in times.items():
-        lower, median, upper = statistics.quantiles([a / b for a, b in zip(mine, theirs, strict=True)], n=4)
-        ratios[name] = (lower, median, upper)
+    ratios = {name: spread([a / b for a, b in zip(mine, theirs, strict=True)]) for name, theirs in times.items()}
     benchmark.extra_info.update({f"ours/{name}": median for name, (_, median, _) in ratios.items()})
     RESULTS.append(Result(case, statistics.median(mine), ratios, at_most))
 

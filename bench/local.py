@@ -20,7 +20,7 @@ from torch.func import functional_call, grad, vmap
 
 import dpkernels as dpk
 from bench import harness, memory, plot
-from bench.methods import CLIP, NOISE, RATE, Step, plain
+from bench.methods import CLIP, NOISE, RATE, Step, clipped_sum, plain
 from bench.models import MODELS, Task
 from bench.training import timed
 from dpkernels.algorithms import DPLSGD
@@ -103,9 +103,7 @@ def vmap_sum(
                 p.sub_(shared[name])
         else:
             own = vmap(walk)(x, y)
-    norms = torch.stack([row.flatten(1).norm(dim=1) for row in own.values()], dim=1).norm(dim=1)
-    weights = (THRESHOLD / norms.clamp(min=1e-30)).clamp(max=1.0)
-    return {name: torch.einsum("b,b...->...", weights, row) for name, row in own.items()}
+    return clipped_sum(own, THRESHOLD)
 
 
 def gate(task: Task, steps: int = 3) -> None:
@@ -114,22 +112,16 @@ def gate(task: Task, steps: int = 3) -> None:
     Eight samples at a time: where a ReLU's input is zero to rounding, a sample may go another way (see
     `bench.training.gate`), with several steps more so. Of the parts' errors the medians are compared.
     """
-    wide = Task(copy.deepcopy(task.model).double(), task.loss_fn, task.inputs, task.targets)
-    wide.inputs = task.inputs.double() if task.inputs.is_floating_point() else task.inputs
+    wide = task.in_float64()
     mine, plain_ = [], []
     for first in range(0, min(len(task.inputs), 64), 8):
         part = slice(first, first + 8)
         rows = dpk.local_updates(task.model, task.loss_fn, task.inputs[part], task.targets[part], steps=steps, lr=RATE)
         truth = vmap_sum(wide.model, wide, part, steps)
-        mine.append(_off(rows.clip_sum(THRESHOLD).sum, truth))
-        plain_.append(_off(vmap_sum(task.model, task, part, steps), truth))
+        mine.append(harness.relative_error(rows.clip_sum(THRESHOLD).sum, truth))
+        plain_.append(harness.relative_error(vmap_sum(task.model, task, part, steps), truth))
     if statistics.median(mine) > max(2e-5, 2 * statistics.median(plain_)) or max(mine) > 1e-2:
         raise AssertionError(f"the clipped sums are off by {sorted(mine)} of their norms, plain ones {sorted(plain_)}")
-
-
-def _off(found: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> float:
-    off = sum(float((found[name] - t).square().sum()) for name, t in truth.items())
-    return (off / sum(float(t.square().sum()) for t in truth.values())) ** 0.5
 
 
 def compare(name: str) -> tuple[harness.Result, list[tuple[int, float, float]]]:
@@ -149,21 +141,16 @@ def compare(name: str) -> tuple[harness.Result, list[tuple[int, float, float]]]:
         curve.append((steps, statistics.median(theirs), statistics.median(taken)))
         if steps == chosen:
             mine = list(taken)
-            ratios["SGD"] = _spread([b / a for a, b in rounds])
+            ratios["SGD"] = harness.spread([b / a for a, b in rounds])
     middle = statistics.median(mine)
     for method in ("vmap", "vmap, in place"):
         step = METHODS[method](task, chosen)
         times = [timed(step)]
         if times[0] < 20:
             times = [timed(step) for _ in range(3)]
-        ratios[method] = _spread([middle / t for t in times] * 2)
+        ratios[method] = harness.spread([middle / t for t in times] * 2)
     targets = {"SGD": AT_MOST[name], "vmap": 1 / FASTER[name]}
     return harness.Result(f"{name}, {batch} samples, K = {chosen}", middle, ratios, targets), curve
-
-
-def _spread(ratios: Sequence[float]) -> tuple[float, float, float]:
-    lower, median, upper = statistics.quantiles(ratios, n=4)
-    return lower, median, upper
 
 
 def main(names: Sequence[str] = ()) -> None:
@@ -176,18 +163,12 @@ def main(names: Sequence[str] = ()) -> None:
         results.append(result)
         steps = CASES[name][1]
         used = {method: memory.peak("bench.local", name, method, str(steps)) for method in METHODS}
-        ratio = used["dpkernels"] / used["SGD"]
-        target = f" (target {MEMORY[name]}: {'met' if ratio <= MEMORY[name] else 'MISSED'})" if name in MEMORY else ""
         rows = [("K", "SGD", "ours", "ours / SGD", "ours / K")]
         rows += [
             (str(k), f"{1e3 * a:.1f} ms", f"{1e3 * b:.1f} ms", f"{b / a:.2f}", f"{1e3 * b / k:.1f} ms")
             for k, a, b in curve
         ]
-        words.append(
-            f"{name}\n{aligned(rows)}\npeak memory at K = {steps}: "
-            + ", ".join(f"{method} {mb:.0f} MB" for method, mb in used.items())
-            + f"; ours is {ratio:.2f} of SGD's{target}"
-        )
+        words.append(f"{name}\n{aligned(rows)}\nat K = {steps}, {memory.told(used, MEMORY.get(name))}")
         lines = {"SGD": [(k, 1e3 * a) for k, a, _ in curve], "dpkernels": [(k, 1e3 * b) for k, _, b in curve]}
         plot.save(RESULTS / f"local-{name}.svg", f"K local steps, {name}", "K", "ms", lines)
     print("\n" + harness.table(results) + "\n\n" + "\n\n".join(words))

@@ -17,6 +17,14 @@ def peak(module: str, *words: str) -> float:
     return float(found.stdout.split()[-1]) if found.returncode == 0 else float("nan")
 
 
+def told(used: dict[str, float], at_most: float | None) -> str:
+    """Peaks by method in words, and whether ours is at most so many times SGD's."""
+    ratio = used["dpkernels"] / used["SGD"]
+    target = "" if at_most is None else f" (target {at_most}: {'met' if ratio <= at_most else 'MISSED'})"
+    peaks = ", ".join(f"{method} {mb:.0f} MB" for method, mb in used.items())
+    return f"peak memory: {peaks}; ours is {ratio:.2f} of SGD's{target}"
+
+
 def measure(step: Callable[[], object], times: int = 3) -> None:
     """Take steps and print how many megabytes they took at their peak."""
     torch.randn(64, 64) @ torch.randn(64, 64)  # what a library allocates once is not the step's

@@ -110,8 +110,13 @@ def vmap_sum(model: torch.nn.Module, task: Task, samples: slice) -> dict[str, to
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of ops that vmap runs one by one
         rows = vmap(grad(loss), in_dims=(None, 0, 0))(parameters, task.inputs[samples], task.targets[samples])
+    return clipped_sum(rows, CLIP)
+
+
+def clipped_sum(rows: dict[str, torch.Tensor], bound: float) -> dict[str, torch.Tensor]:
+    """In plain torch."""
     norms = torch.stack([row.flatten(1).norm(dim=1) for row in rows.values()], dim=1).norm(dim=1)
-    weights = (CLIP / norms.clamp(min=1e-30)).clamp(max=1.0)
+    weights = (bound / norms.clamp(min=1e-30)).clamp(max=1.0)
     return {name: torch.einsum("b,b...->...", weights, row) for name, row in rows.items()}
 
 

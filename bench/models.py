@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,10 @@ class Task:
     inputs: Tensor
     targets: Tensor
     token_loss: bool = False
+
+    def in_float64(self) -> Task:
+        inputs = self.inputs.double() if self.inputs.is_floating_point() else self.inputs
+        return replace(self, model=copy.deepcopy(self.model).double(), inputs=inputs)
 
 
 def class_loss(outputs: Tensor, targets: Tensor) -> Tensor:

@@ -7,7 +7,6 @@ had before the first step.
 
 from __future__ import annotations
 
-import copy
 import statistics
 import sys
 import time
@@ -34,15 +33,13 @@ def gate(task: Task) -> None:
     Sixteen samples at a time: where a ReLU's input is zero to rounding, one sample's gradient may be off by a hundredth
     in float32, so of the parts' errors the median must be that of rounding, and the worst small.
     """
-    wide = Task(copy.deepcopy(task.model).double(), task.loss_fn, task.inputs, task.targets)
-    wide.inputs = task.inputs.double() if task.inputs.is_floating_point() else task.inputs
+    wide = task.in_float64()
     errors = []
     for first in range(0, len(task.inputs), 16):
         part = slice(first, first + 16)
         rows = dpk.per_sample_gradients(task.model, task.loss_fn, task.inputs[part], task.targets[part])
         found, truth = rows.clip_sum(CLIP).sum, vmap_sum(wide.model, wide, part)
-        off = sum(float((found[name] - t).square().sum()) for name, t in truth.items()) ** 0.5
-        errors.append(off / sum(float(t.square().sum()) for t in truth.values()) ** 0.5)
+        errors.append(harness.relative_error(found, truth))
     if statistics.median(errors) > 1e-5 or max(errors) > 1e-2:
         raise AssertionError(f"the clipped sums are off by {sorted(errors)} of their norms")
 
@@ -68,8 +65,7 @@ def compare(name: str, rounds: int = 15) -> tuple[harness.Result, float]:
     ratios = {}
     for method, theirs in times.items():
         if method != "dpkernels":
-            lower, median, upper = statistics.quantiles([a / b for a, b in zip(mine, theirs, strict=False)], n=4)
-            ratios[method] = (lower, median, upper)
+            ratios[method] = harness.spread([a / b for a, b in zip(mine, theirs, strict=False)])
     targets = {method: AT_MOST[name] if method == "SGD" else 1 / FASTER[name] for method in ratios}
     case = f"{name}, {len(task.inputs)} samples"
     return harness.Result(case, statistics.median(mine), ratios, targets), statistics.median(times["SGD"])
@@ -113,14 +109,11 @@ def main(names: Sequence[str] = ()) -> None:
         result, seconds = compare(name)
         results.append(result)
         used = {method: memory.peak("bench.training", name, method) for method in METHODS}
-        ratio = used["dpkernels"] / used["SGD"]
         lines = [
             f"{name}: SGD {1e3 * seconds:.1f} ms; a private step takes "
             f"{result.ratios['SGD'][1]:.2f} of that. Stages: "
             + ", ".join(f"{stage} {ms:.1f} ms" for stage, ms in stages(name).items()),
-            "  peak memory: "
-            + ", ".join(f"{method} {mb:.0f} MB" for method, mb in used.items())
-            + f"; ours is {ratio:.2f} of SGD's (target {MEMORY}: {'met' if ratio <= MEMORY else 'MISSED'})",
+            f"  {memory.told(used, MEMORY)}",
         ]
         tables.append("\n".join(lines))
     print("\n" + harness.table(results) + "\n\n" + "\n".join(tables))

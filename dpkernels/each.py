@@ -20,8 +20,6 @@ from torch import Tensor
 from dpkernels import factors, forming
 from dpkernels.factors import Matrix
 
-NOTHING = Matrix(0, 0, 0)  # no terms: all samples share the value
-
 
 class Each:
     """Each sample's own value of a parameter, or of something derived from parameters.

@@ -27,6 +27,7 @@ from dpkernels.rules.broadcast import expanded
 from dpkernels.rules.derived import each_of_derived
 from dpkernels.rules.fallback import fallback
 from dpkernels.rules.norm import refuse_mixing
+from dpkernels.rules.registry import apart
 from dpkernels.tape import LOST, Plan, RecordingError, Tape, Tracked
 from dpkernels.taps import no_autocast
 
@@ -85,13 +86,9 @@ def _run(tape: Tape, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> 
     _refuse_writing(name, args, kwargs)
     refuse_mixing(func, args, kwargs)
     operands = [t for t in tensors if tape.holds_samples(t)]
-    for t in tensors:
-        if operands and isinstance(t, Tracked) and not t._value.is_floating_point():
-            raise RecordingError(
-                f"parameter {t._label}: is made into whole numbers or truth values, which differ between samples that "
-                f"take steps of their own, and meets samples in {name}. Choose by inputs or activations instead"
-            )
-    if not torch.is_grad_enabled() and all(t._each is None for t in tensors if isinstance(t, Tracked)):
+    if operands and tape.walking:
+        _refuse_whole(name, tensors)
+    if not torch.is_grad_enabled() and not apart(*tensors):
         result = func(*map_tensors(_detached, args), **map_tensors(_detached, kwargs))
     elif not operands:
         copies = expanded(tape, func, args, kwargs)
@@ -109,7 +106,8 @@ def _derive(tape: Tape, func: Any, name: str, tensors: list[Tensor], args: Any, 
     parents = [t for t in tensors if isinstance(t, Tracked)]
     if func in (Tensor.contiguous, Tensor.clone, torch.clone):
         return parents[0]  # nobody may write into it, so it needs no copy
-    if name in _READING and any(t._each is not None for t in parents):
+    own = apart(*parents)
+    if name in _READING and own:
         raise RecordingError(
             f"parameter {parents[0]._label}: {name} reads its value, which differs between samples that take steps of "
             "their own. Choose by inputs or activations instead"
@@ -119,7 +117,7 @@ def _derive(tape: Tape, func: Any, name: str, tensors: list[Tensor], args: Any, 
     # Hooks of a checkpoint must not take what this op saves: its backward runs after the model's.
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
         result = func(*map_tensors(_value, args), **map_tensors(_value, kwargs))
-        each = each_of_derived(func, name, args, kwargs, result)
+        each = each_of_derived(func, name, args, kwargs, result) if own else {}
 
     def wrap(t: Tensor) -> Tensor:
         if id(t) in values:
@@ -137,6 +135,16 @@ def _derive(tape: Tape, func: Any, name: str, tensors: list[Tensor], args: Any, 
         return derived
 
     return map_tensors(wrap, result) if isinstance(result, Tensor | list | tuple) else result
+
+
+def _refuse_whole(name: str, tensors: list[Tensor]) -> None:
+    """Parameters are made into whole numbers only where they are another one for each sample."""
+    for t in tensors:
+        if isinstance(t, Tracked) and not t._value.is_floating_point():
+            raise RecordingError(
+                f"parameter {t._label}: is made into whole numbers or truth values, which differ between samples that "
+                f"take steps of their own, and meets samples in {name}. Choose by inputs or activations instead"
+            )
 
 
 def _refuse_writing(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -40,7 +41,7 @@ def fixed_size(n: int, size: int, steps: int, seed: int | None = None, *, start:
     return FixedSize(n, size, steps, seed, start)
 
 
-class Batches:
+class Batches(ABC):
     """Batches of indices, one after the other: what `poisson` and `fixed_size` return."""
 
     _purpose: int
@@ -65,8 +66,9 @@ class Batches:
         for step in range(self.start, self.start + self.steps):
             yield torch.from_numpy(self._draw(_words(self.seed, self._purpose, step)))
 
+    @abstractmethod
     def _draw(self, words: Callable[[int], np.ndarray]) -> np.ndarray:
-        raise NotImplementedError
+        """One batch, from a source of random 64-bit words."""
 
 
 class Poisson(Batches):

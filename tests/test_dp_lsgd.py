@@ -9,7 +9,7 @@ from torch import nn
 import dpkernels as dpk
 from dpkernels.algorithms import DPLSGD, DPSGD
 from tests import truth
-from tests.test_dp_sgd import SIZE, batches_of
+from tests.test_dp_sgd import SIZE, batches_of, check_micro_batches
 
 
 def make(model, loss_fn=truth.cross_entropy, **options):
@@ -91,15 +91,7 @@ def test_one_local_step_has_the_distribution_of_dp_sgd():
 
 @pytest.mark.parametrize("size", [1, 4])
 def test_micro_batches_have_noise_once(size):
-    model, loss_fn, batches = batches_of("cnn", [6, 5])
-    other = copy.deepcopy(model)
-    whole, parts = make(model, loss_fn), make(other, loss_fn, micro_batch_size=size)
-    for x, y in batches:
-        whole.step(x, y)
-        parts.step(x, y)
-    for a, b in zip(model.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
-    assert len(whole.ledger) == len(parts.ledger) == 2
+    check_micro_batches(make, size)
 
 
 def test_micro_batches_do_not_hide_wrong_lengths():

@@ -80,8 +80,8 @@ def test_without_clipping_and_noise_it_is_sgd(name):
     assert algorithm.epsilon(1e-5) == float("inf")
 
 
-@pytest.mark.parametrize("size", [1, 2, 4, 6, 100])
-def test_micro_batches_have_noise_once(size):
+def check_micro_batches(make, size):
+    """A batch in parts is the whole batch, with noise once; for any algorithm that `make` makes."""
     model, loss_fn, batches = batches_of("cnn", [6, 5])
     other = copy.deepcopy(model)
     whole, parts = make(model, loss_fn), make(other, loss_fn, micro_batch_size=size)
@@ -91,6 +91,11 @@ def test_micro_batches_have_noise_once(size):
     for a, b in zip(model.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
     assert len(whole.ledger) == len(parts.ledger) == 2
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 6, 100])
+def test_micro_batches_have_noise_once(size):
+    check_micro_batches(make, size)
 
 
 def test_micro_batches_of_dicts_and_tuples():

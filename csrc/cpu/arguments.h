@@ -60,6 +60,9 @@ struct SampleRows {
 // holds what must stay alive.
 SampleRows sample_rows(const Tensor& t, Tensors& keep);
 
+// The tensor itself where the elements of each line are next to one another, else a copy; t has three dimensions.
+inline Tensor with_contiguous_lines(const Tensor& t) { return t.stride(2) == 1 ? t : torch::stable::contiguous(t); }
+
 using Sums = std::tuple<Tensors, Tensor>;
 using Rule = std::function<void(int group, int64_t tiles, const double* products, double* coefficient)>;
 

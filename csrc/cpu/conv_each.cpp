@@ -22,8 +22,6 @@ const ConvEachKernels& conv_each_kernels() {
 
 namespace {
 
-constexpr int64_t units_wanted = 4;  // of work, for threads to share
-
 int64_t flat(const Three& at, const Three& sizes) { return (at[0] * sizes[1] + at[1]) * sizes[2] + at[2]; }
 
 template <class Visit>
@@ -102,7 +100,7 @@ void run_part(const ConvEachKernels& k, const Part& part, const float* weights, 
 // Runs work(group of a sample, first block, last block) over all groups of all samples.
 template <class Work>
 void in_units(int64_t groups, int64_t blocks, const Work& work) {
-  const int64_t parts = std::min(std::max<int64_t>(blocks, 1), divide_up(units_wanted, std::max<int64_t>(groups, 1)));
+  const int64_t parts = parts_of(groups, blocks);
   parallel_for(0, groups * parts, 1, [&](int64_t begin, int64_t end) {
     for (int64_t unit = begin; unit < end; ++unit) {
       const int64_t part = unit % parts;

@@ -36,6 +36,4 @@ struct Convolution {
   }
 };
 
-inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 }  // namespace dpk

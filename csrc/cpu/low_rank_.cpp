@@ -14,12 +14,6 @@ const LowRankKernels& low_rank_kernels() {
   return tables[static_cast<int>(active_isa())];
 }
 
-namespace {
-
-Tensor with_contiguous_lines(const Tensor& t) { return t.stride(2) == 1 ? t : torch::stable::contiguous(t); }
-
-}  // namespace
-
 // y [B, T, d], x [B, T, p], a [B, S, p], g [B, S, d]; y is contiguous
 void low_rank_(Tensor y, const Tensor& x_given, const Tensor& a_given, const Tensor& g_given) {
   const Tensor x = with_contiguous_lines(x_given), a = with_contiguous_lines(a_given),

@@ -38,8 +38,7 @@ struct Lines {
 }  // namespace
 
 std::tuple<Tensor, Tensor> outer_gram(const Tensor& a_given, const Tensor& g_given) {
-  const Tensor a = a_given.stride(2) == 1 ? a_given : torch::stable::contiguous(a_given);
-  const Tensor g = g_given.stride(2) == 1 ? g_given : torch::stable::contiguous(g_given);
+  const Tensor a = with_contiguous_lines(a_given), g = with_contiguous_lines(g_given);
   const int64_t batch = a.size(0), length = a.size(1), blocks = (length + gram_block - 1) / gram_block;
   Tensor squares = empty(&batch, 1, ScalarType::Double), sizes = empty(&batch, 1, ScalarType::Double);
   auto *square = squares.mutable_data_ptr<double>(), *size = sizes.mutable_data_ptr<double>();

@@ -1,6 +1,5 @@
 // outer_rows, outer_squares and conv_rows: each sample's weight gradient and its norm^2 (weight_rows.h). With an
-// underscore: added onto weights of its own, of which `copies` makes the first. `unfilled` is memory for factors that
-// outlive a step.
+// underscore: added onto weights of its own.
 #include "weight_rows.h"
 
 #include <algorithm>
@@ -29,7 +28,6 @@ namespace {
 constexpr int64_t places_at_a_time = 256;             // a packed run of this many places fits the first-level cache
 constexpr int64_t lines_at_a_time = 8;                // copied into blocks
 constexpr int64_t longest_sum = 1024;                 // places added up in one register
-constexpr int64_t units_wanted = 4;                   // of work, for threads to share
 constexpr int64_t streamed_bytes = int64_t{4} << 20;  // larger results are not read again from cache
 
 void fence() {
@@ -51,19 +49,25 @@ Tensor sum_of_parts(const std::vector<double>& parts, int64_t batch) {
   return squares;
 }
 
-}  // namespace
-
 // Where rows go: nowhere, to memory that is not filled, or, with a scale, onto what is there.
 struct Destination {
   float* data = nullptr;
   bool onto = false;
   float scale = 1.0f;
+
+  // Puts lines of a row there, from its element `at` on; their squares, unless they are added onto others.
+  double put(const WeightRowKernels& k, const float* tile, int64_t stride, int rows, int64_t width, int64_t at,
+             int64_t out_stride, bool past_caches) const {
+    float* to = data == nullptr ? nullptr : data + at;
+    if (!onto) return k.finish(tile, stride, rows, width, to, out_stride, past_caches);
+    k.add(tile, stride, rows, width, scale, to, out_stride);
+    return 0.0;
+  }
 };
 
 // The squares, unless rows are added onto others.
 Tensor form_outer(const Tensor& a_given, const Tensor& g_given, const Destination& out) {
-  const Tensor a = a_given.stride(2) == 1 ? a_given : torch::stable::contiguous(a_given);
-  const Tensor g = g_given.stride(2) == 1 ? g_given : torch::stable::contiguous(g_given);
+  const Tensor a = with_contiguous_lines(a_given), g = with_contiguous_lines(g_given);
   const int64_t batch = a.size(0), length = a.size(1), width = a.size(2), height = g.size(2);
   const WeightRowKernels& k = weight_row_kernels();
   const auto* a_data = a.const_data_ptr<float>();
@@ -73,7 +77,7 @@ Tensor form_outer(const Tensor& a_given, const Tensor& g_given, const Destinatio
                 vectors_in_all = divide_up(width, k.lanes);
   const auto panel_start = [&](int64_t p) { return p * vectors_in_all / panels * k.lanes; };  // about equally wide
   const int64_t blocks = divide_up(height, k.block);
-  const int64_t parts = std::min(std::max<int64_t>(panels, 1), divide_up(units_wanted, std::max<int64_t>(batch, 1)));
+  const int64_t parts = parts_of(batch, panels);
   std::vector<double> squares(static_cast<size_t>(batch * panels), 0.0);
   parallel_for(0, batch * parts, 1, [&](int64_t begin, int64_t end) {
     for (int64_t unit = begin; unit < end; ++unit) {
@@ -103,12 +107,7 @@ Tensor form_outer(const Tensor& a_given, const Tensor& g_given, const Destinatio
             k.product(packed + i * length + t0 * k.block, lines, panel, static_cast<int>(vectors), walk, at, tile,
                       t0 > 0);
             if (t0 + count < length) continue;
-            float* to = out.data == nullptr ? nullptr : out.data + (b * height + i) * width + first;
-            if (out.onto) {
-              k.add(at, tile, lines, columns, out.scale, to, width);
-            } else {
-              square += k.finish(at, tile, lines, columns, to, width, past_caches);
-            }
+            square += out.put(k, at, tile, lines, columns, (b * height + i) * width + first, width, past_caches);
           }
         }
       }
@@ -117,6 +116,8 @@ Tensor form_outer(const Tensor& a_given, const Tensor& g_given, const Destinatio
   });
   return sum_of_parts(squares, batch);
 }
+
+}  // namespace
 
 std::tuple<Tensor, Tensor> outer_rows(const Tensor& a, const Tensor& g) {
   Tensor rows = pooled_floats({a.size(0), g.size(2), a.size(2)});
@@ -177,8 +178,6 @@ void conv_tile(const Convolution& s, const Three& padded, const WeightRowKernels
   }
 }
 
-}  // namespace
-
 Tensor form_conv(const Tensor& x_given, const Tensor& g_given, const Three& kernel, const std::vector<int64_t>& stride,
                  const std::vector<int64_t>& padding, const std::vector<int64_t>& dilation, int64_t groups,
                  const Destination& out) {
@@ -195,8 +194,7 @@ Tensor form_conv(const Tensor& x_given, const Tensor& g_given, const Three& kern
   const int64_t in_places = product_of(s.in), row = taps * s.inputs, slack = tile_vectors * k.lanes;
   const int64_t packed_floats = product_of(padded) * s.inputs + slack;
   const int64_t blocks = divide_up(s.outputs, k.block), samples_groups = s.batch * groups;
-  const int64_t parts =
-      std::min(std::max<int64_t>(blocks, 1), divide_up(units_wanted, std::max<int64_t>(samples_groups, 1)));
+  const int64_t parts = parts_of(samples_groups, blocks);
   std::vector<double> squares(static_cast<size_t>(samples_groups * blocks), 0.0);
   parallel_for(0, samples_groups * parts, 1, [&](int64_t begin, int64_t end) {
     int64_t packed_for = -1;
@@ -221,12 +219,7 @@ Tensor form_conv(const Tensor& x_given, const Tensor& g_given, const Three& kern
             k.interleave(from, s.inputs, static_cast<int>(taps), s.inputs, turned, taps);
             from = turned;
           }
-          float* to = out.data + (group * s.outputs + first + m) * row;
-          if (out.onto) {
-            k.add(from, row, 1, row, out.scale, to, row);
-          } else {
-            square += k.finish(from, row, 1, row, to, row, past_caches);
-          }
+          square += out.put(k, from, row, 1, row, (group * s.outputs + first + m) * row, row, past_caches);
         }
       }
     }
@@ -234,6 +227,8 @@ Tensor form_conv(const Tensor& x_given, const Tensor& g_given, const Three& kern
   });
   return sum_of_parts(squares, s.batch);
 }
+
+}  // namespace
 
 std::tuple<Tensor, Tensor> conv_rows(const Tensor& x, const Tensor& g, std::vector<int64_t> kernel,
                                      std::vector<int64_t> stride, std::vector<int64_t> padding,
@@ -255,24 +250,6 @@ void conv_rows_(Tensor rows, const Tensor& x, const Tensor& g, double scale, std
             {rows.mutable_data_ptr<float>(), true, static_cast<float>(scale)});
 }
 
-// Memory of the pool, not filled.
-Tensor unfilled(const Tensor&, std::vector<int64_t> sizes) { return pooled_floats(sizes); }
-
-// A copy for each sample, in memory of the pool.
-Tensor copies(const Tensor& shared_given, int64_t batch) {
-  const Tensor shared = torch::stable::contiguous(shared_given);
-  std::vector<int64_t> sizes{batch};
-  for (int64_t d = 0; d < shared.dim(); ++d) sizes.push_back(shared.size(d));
-  Tensor all = pooled_floats(sizes);
-  const auto* from = shared.const_data_ptr<float>();
-  auto* to = all.mutable_data_ptr<float>();
-  const int64_t count = shared.numel();
-  parallel_for(0, batch, (int64_t{1} << 15) / (count + 1) + 1, [&](int64_t begin, int64_t end) {
-    for (int64_t b = begin; b < end; ++b) std::copy_n(from, count, to + b * count);
-  });
-  return all;
-}
-
 }  // namespace dpk
 
 STABLE_TORCH_LIBRARY_IMPL(dpkernels, CPU, m) {
@@ -281,6 +258,4 @@ STABLE_TORCH_LIBRARY_IMPL(dpkernels, CPU, m) {
   m.impl("conv_rows", TORCH_BOX(&dpk::conv_rows));
   m.impl("outer_rows_", TORCH_BOX(&dpk::outer_rows_));
   m.impl("conv_rows_", TORCH_BOX(&dpk::conv_rows_));
-  m.impl("copies", TORCH_BOX(&dpk::copies));
-  m.impl("unfilled", TORCH_BOX(&dpk::unfilled));
 }

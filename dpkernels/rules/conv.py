@@ -16,7 +16,7 @@ from dpkernels.factors import Later, chunks
 from dpkernels.forming import add_conv_rows, conv_each, conv_each_input, conv_rows, is_native
 from dpkernels.layouts import Layout
 from dpkernels.rules.fallback import fallback
-from dpkernels.rules.registry import apart, each_of, named, plain, reduced, reduced_to_channels, rule, tracked
+from dpkernels.rules.registry import apart, named, plain, reduced, reduced_to_channels, rule, tracked, values_of
 from dpkernels.tape import Tape, Tracked
 
 
@@ -115,12 +115,11 @@ def _conv_apart(
     write: Callable[[Tensor, Tensor], None],
 ) -> Tensor:
     """The convolution where each sample has a weight or a bias of its own."""
-    own, shift = each_of(weight), each_of(bias)
-    values = plain(weight).expand(len(input), *weight.shape) if own is None else layout.copies(own)
+    values = layout.copies(values_of(tape, weight))
     with torch.no_grad():
         y = conv_each(input, values, geometry.output(input.shape[2:]), *geometry.steps)
         if bias is not None:
-            added = plain(bias) if shift is None else layout.copies(shift)
+            added = layout.copies(values_of(tape, bias))
             y += added.view(*added.shape, *(1 for _ in geometry.kernel))
 
     def backward(x: Tensor, g: Tensor, write_terms: bool, needed: bool) -> Tensor | None:

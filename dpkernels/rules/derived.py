@@ -17,11 +17,11 @@ from dpkernels.tape import Tracked
 def each_of_derived(
     func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: dict[str, Any], result: Any
 ) -> dict[int, Each]:
-    """By the ids of the tensors in `result`, which is the op on the shared values."""
+    """By the ids of the tensors in `result`, which is the op on the shared values, of parameters that differ."""
     leaves, spec = pytree.tree_flatten((tuple(args), kwargs))
     parents = [x for x in leaves if isinstance(x, Tracked)]
     tensors = flat_tensors(result)
-    if makes_fresh(name) or not tensors or all(x._each is None for x in parents):
+    if makes_fresh(name) or not tensors:
         return {}
     if len(parents) == 1 and len(tensors) == 1 and parents[0]._each is not None and tensors[0].requires_grad:
         view = parents[0]._each.viewed(tensors[0])

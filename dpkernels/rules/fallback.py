@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from dpkernels.each import for_each
 from dpkernels.layouts import Layout
-from dpkernels.rules.registry import apart, each_of, named, plain, shared
+from dpkernels.rules.registry import apart, named, shared, values_of
 from dpkernels.tape import RecordingError, Tape, Tracked
 
 _said: set[str] = set()
@@ -45,7 +45,9 @@ def fallback(tape: Tape, func: Callable[..., Any], args: Sequence[Any], kwargs: 
         return flat
 
     each = apart(*leaves) and units > 0
-    own = [_own(tape, leaves[i], layout) if each else shared(leaves[i]) for i in parameters]
+    own = [values_of(tape, leaves[i]) if each else shared(leaves[i]) for i in parameters]
+    if each and layout.lines is not None:
+        own = [values[layout.lines] for values in own]
     before = torch.get_rng_state()
     if each:
         flat = _run_apart(call, own, [leaves[i] for i in samples], units)
@@ -85,13 +87,6 @@ def fallback(tape: Tape, func: Callable[..., Any], args: Sequence[Any], kwargs: 
     for i, y in zip(chosen, tapped, strict=True):
         outputs[i] = y
     return pytree.tree_unflatten(outputs, out_spec)
-
-
-def _own(tape: Tape, parameter: Tracked, layout: Layout) -> Tensor:
-    """What a parameter is for each unit."""
-    values = each_of(parameter)
-    values = plain(parameter).expand(tape.batch, *parameter.shape) if values is None else values
-    return values if layout.lines is None else values[layout.lines]
 
 
 def _run_apart(call: Callable[..., list[Any]], own: list[Tensor], xs: list[Tensor], units: int) -> list[Any]:

@@ -8,11 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dpkernels.each import NOTHING, Each
 from dpkernels.layouts import Layout
 from dpkernels.rules.broadcast import promote
 from dpkernels.rules.fallback import fallback
-from dpkernels.rules.registry import apart, each_of, named, plain, reduced, rule, tracked
+from dpkernels.rules.registry import apart, named, plain, reduced, rule, tracked, values_of
 from dpkernels.tape import Tape, Tracked
 
 
@@ -44,16 +43,14 @@ def _linear_apart(tape: Tape, input: Tensor, weight: Any, bias: Any, layout: Lay
     if not isinstance(weight, Tracked):
         line = (1,) * (input.dim() - 1) + (weight.shape[0],)
         return F.linear(input, weight) + promote(tape, bias, layout, line)
-    each = weight._each or Each(plain(weight), matrix=NOTHING)
-    shift = each_of(bias)
+    each = weight._each
+    assert each is not None, "where one parameter has a value for each sample, all have"
     shape = (*input.shape[:-1], each.shared.shape[0])
     fixed = not input.requires_grad
     with torch.no_grad():
         y = each.linear(tape.by_sample(input, layout, 1))
-        if shift is not None:
-            y += shift.unsqueeze(1)
-        elif bias is not None:
-            y += plain(bias)
+        if bias is not None:
+            y += values_of(tape, bias).unsqueeze(1)
 
     def backward(x: Tensor, g: Tensor, write: bool, needed: bool) -> Tensor | None:
         lines = tape.by_sample(g, layout, 1)

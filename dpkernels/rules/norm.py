@@ -12,7 +12,7 @@ from torch import Tensor
 from dpkernels.layouts import Layout
 from dpkernels.rules.broadcast import promote
 from dpkernels.rules.fallback import fallback
-from dpkernels.rules.registry import apart, each_of, named, plain, reduced, reduced_to_channels, rule, tracked
+from dpkernels.rules.registry import apart, named, plain, reduced, reduced_to_channels, rule, tracked, values_of
 from dpkernels.tape import RecordingError, Tape, Tracked
 
 
@@ -216,7 +216,7 @@ def _replaced(
 ) -> Tensor:
     """The layer with a backward that gives rows and the input's gradient in one pass."""
     each = apart(weight, bias)
-    w, b = (copies(own) if each and (own := _own(tape, t)) is not None else plain(t) for t in (weight, bias))
+    w, b = (copies(values_of(tape, t)) if each and t is not None else plain(t) for t in (weight, bias))
 
     def backward(x: Tensor, g: Tensor, write: bool, needed: bool) -> Tensor | None:
         dx, scale, shift = rows(x, g, w.flatten(1 if each else 0).contiguous(), needed)
@@ -229,13 +229,6 @@ def _replaced(
     with torch.no_grad():
         output = normalise(input, w, b)
     return tape.replace(output, input, backward)
-
-
-def _own(tape: Tape, t: Any) -> Tensor | None:
-    """What t is for each sample, [B, *shape], also if it is the same for all; None for None."""
-    if t is None or apart(t):
-        return each_of(t)
-    return plain(t).expand(tape.batch, *t.shape)  # type: ignore[no-any-return]
 
 
 def _scaled_apart(

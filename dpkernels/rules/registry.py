@@ -41,9 +41,11 @@ def apart(*xs: Any) -> bool:
     return any(isinstance(x, Tracked) and x._each is not None for x in xs)
 
 
-def each_of(x: Any) -> Tensor | None:
-    """What a parameter, or nothing at all, is for each sample, [B, *shape]; for a constant or None, None."""
-    return x._each.plain if isinstance(x, Tracked) and x._each is not None else None
+def values_of(tape: Tape, x: Any) -> Tensor:
+    """What a parameter is for each sample, or a constant, which is the same for all: [B, *shape]."""
+    if apart(x):
+        return x._each.plain  # type: ignore[no-any-return]
+    return plain(x).expand(tape.batch, *x.shape)  # type: ignore[no-any-return]
 
 
 def tracked(*xs: Any) -> bool:
