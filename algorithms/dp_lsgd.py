@@ -35,6 +35,8 @@ class DPLSGD(PrivateTraining):
         max_bytes: memory that samples' own weights may take, see `dpk.local_updates`.
         seed: makes the noise reproducible, and nothing private from whoever knows it.
         watch_norms: keep every sample's incremental norm for `incremental_norms`. NOT private.
+        secure: noise whose low bits are safe too, see `dpk.Gaussian`; needs `micro_batch_size`, to which every part of
+            a batch is filled up. `noise_multiplier` then counts the roundings.
         budget: (epsilon, delta) that the step which would exceed it is refused for; see `with_budget`.
 
     With one local step it is DP-SGD with step size lr, threshold C / lr and the noise negated.
@@ -61,6 +63,7 @@ class DPLSGD(PrivateTraining):
         max_bytes: int | None = None,
         seed: int | None = None,
         watch_norms: bool = False,
+        secure: bool = False,
         budget: tuple[float, float] | None = None,
     ) -> None:
         self._local_steps = checks.whole("local_steps", local_steps, low=1)
@@ -77,6 +80,7 @@ class DPLSGD(PrivateTraining):
             seed=seed,
             max_bytes=max_bytes,
             watch_norms=watch_norms,
+            secure=secure,
             budget=budget,
         )
         self._moves: dict[str, Tensor] = {}  # memory of the last step's

@@ -31,6 +31,8 @@ class DPSGD(PrivateTraining):
         max_bytes: memory that rows may take, see `dpk.per_sample_gradients`.
         seed: makes the noise reproducible, and nothing private from whoever knows it.
         watch_norms: keep every sample's incremental norm for `incremental_norms`. NOT private.
+        secure: noise whose low bits are safe too, see `dpk.Gaussian`; needs `micro_batch_size`, to which every part of
+            a batch is filled up. `noise_multiplier` then counts the roundings.
         budget: (epsilon, delta) that the step which would exceed it is refused for; see `with_budget`.
 
     The tensors in `.grad` are written again by the next step unless `zero_grad` let go of them: clone what you keep.
@@ -56,6 +58,7 @@ class DPSGD(PrivateTraining):
         max_bytes: int | None = None,
         seed: int | None = None,
         watch_norms: bool = False,
+        secure: bool = False,
         budget: tuple[float, float] | None = None,
     ) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
@@ -72,6 +75,7 @@ class DPSGD(PrivateTraining):
             seed=seed,
             max_bytes=max_bytes,
             watch_norms=watch_norms,
+            secure=secure,
             budget=budget,
         )
         self.optimizer = optimizer

@@ -14,6 +14,7 @@ from dpkernels import checks
 from dpkernels.gradients import batch_of
 from dpkernels.members import members_of
 from dpkernels.nested import map_tensors
+from dpkernels.noise import std_for
 
 from .incremental_norms import IncrementalNorms, NormSummary
 
@@ -38,9 +39,10 @@ class PrivateTraining:
         max_bytes: int | None,
         seed: int | None,
         watch_norms: bool,
+        secure: bool,
         budget: tuple[float, float] | None,
     ) -> None:
-        members_of(model)
+        members = members_of(model)
         bound = checks.number("max_norm", max_norm, low=0, finite=False)
         multiplier = checks.number("noise_multiplier", noise_multiplier, low=0)
         if multiplier > 0 and math.isinf(bound):
@@ -49,6 +51,10 @@ class PrivateTraining:
             raise ValueError("expected_batch_size: got 0, must be > 0")
         if micro_batch_size is not None:
             checks.whole("micro_batch_size", micro_batch_size, low=1, cure=" or None")
+        elif secure:
+            raise ValueError(
+                "micro_batch_size: got None, must be a number with secure=True, which runs batches of one size"
+            )
         if max_bytes is not None:
             checks.whole("max_bytes", max_bytes, low=0, cure=" or None")
         rule = dpk.clipping.Flat(bound) if clip is None else dpk.clipping.as_rule(clip)
@@ -57,7 +63,9 @@ class PrivateTraining:
         self.model = model
         self.loss_fn = loss_fn
         self.ledger = dpk.accounting.Ledger(sampling_rate, budget=budget)
-        self.noise = dpk.Gaussian(multiplier * bound if multiplier else 0.0, seed=seed, ledger=self.ledger)
+        width = sum(p.numel() for p in members.trainable.values())
+        std = std_for(multiplier, bound, width, secure=secure)
+        self.noise = dpk.Gaussian(std, seed=seed, secure=secure, ledger=self.ledger)
         self._norms = IncrementalNorms(bound) if watch_norms else None
         self._clip = rule
         self._expected_batch_size = float(expected_batch_size)
@@ -119,29 +127,39 @@ class PrivateTraining:
         out: Callable[[], dict[str, Tensor]],
     ) -> dict[str, Tensor]:
         """The private mean over a batch; `out` is asked for memory to put it in when all else is done."""
-        *first, last = self._micro_batches(inputs, targets)
+        *first, (x, y, last) = self._micro_batches(inputs, targets)
         onto: dict[str, Tensor] | None = None
-        for x, y in first:
-            found = rows_of(x, y).clip_sum(self._clip, onto=onto, dtype=torch.float64)
+        for x_, y_, where in first:
+            found = rows_of(x_, y_).clip_sum(self._clip, onto=onto, dtype=torch.float64, where=where)
             onto = found.sum
-            self._watch(found.norms)
-        rows = rows_of(*last)
+            self._watch(found.norms, where)
+        rows = rows_of(x, y)
         scale = 1 / self._expected_batch_size
-        found = rows.clip_sum(self._clip, self.noise, onto=onto, scale=scale, out=out())
-        self._watch(found.norms)
+        found = rows.clip_sum(self._clip, self.noise, onto=onto, scale=scale, out=out(), where=last)
+        self._watch(found.norms, last)
         private: dict[str, Tensor] = found.sum
         return private
 
-    def _watch(self, norms: Tensor) -> None:
+    def _watch(self, norms: Tensor, where: Tensor | None) -> None:
         if self._norms is not None:
-            self._norms.add(norms)
+            self._norms.add(norms if where is None else norms[where])
 
-    def _micro_batches(self, inputs: Any, targets: Any) -> Iterator[tuple[Any, Any]]:
+    def _micro_batches(self, inputs: Any, targets: Any) -> Iterator[tuple[Any, Any, Tensor | None]]:
+        """Parts of a batch, and which of their samples count. With secure noise all have one size, filled with zeros.
+
+        The bits of a row may depend on the shapes that a product of matrices has; so these do not depend on the data.
+        """
         batch = batch_of(inputs, targets)
         size = self._micro_batch_size or max(batch, 1)
         for first in range(0, max(batch, 1), size):
+            count = min(size, batch - first)
+            missing = size - count if self.noise.secure else 0
 
-            def part(t: Tensor, first: int = first) -> Tensor:
-                return t[first : first + size] if t.dim() and batch > size else t
+            def part(t: Tensor, first: int = first, missing: int = missing) -> Tensor:
+                if not t.dim():
+                    return t
+                own = t[first : first + size] if batch > size else t
+                return torch.cat([own, own.new_zeros(missing, *own.shape[1:])]) if missing else own
 
-            yield map_tensors(part, inputs), map_tensors(part, targets)
+            where = torch.arange(size) < count if missing else None
+            yield map_tensors(part, inputs), map_tensors(part, targets), where

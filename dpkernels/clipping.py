@@ -22,9 +22,12 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from dpkernels import checks
+
+if TYPE_CHECKING:
+    from dpkernels.noise import Gaussian
 
 Adjacency = Literal["add-remove", "replace-one"]
 
@@ -44,13 +47,17 @@ class Rule(ABC):
     def row_norm(self) -> float:
         """The largest L2 norm of one sample's row of the sum."""
 
-    def sensitivity(self, adjacency: Adjacency = "add-remove") -> float:
+    def sensitivity(
+        self, adjacency: Adjacency = "add-remove", *, noise: Gaussian | None = None, width: int = 0
+    ) -> float:
         """L2 sensitivity of the clipped sum.
 
         "add-remove": data sets that differ in one record more or less; one row norm.
         "replace-one": one record has another value; two row norms.
+        With `noise`, of the sum of `width` coordinates as that noise rounds it: secure noise does, to its lattice.
         """
-        return self.row_norm * (2 if check_adjacency(adjacency) == "replace-one" else 1)
+        moves = self.row_norm * (2 if check_adjacency(adjacency) == "replace-one" else 1)
+        return moves if noise is None else noise.widened(moves, width)
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,9 @@ def clip_sum(vectors: Tensors, clip: float | clipping.Rule, *, noise: Gaussian |
     """
     tensors = checks.per_sample("vectors", vectors)
     rule, max_norms, stability = norm_rule(clip, len(tensors))
-    result = _sum("clip_sum", [tensors], max_norms, stability, *take_release(noise, rule.sensitivity()))
+    result = _sum(
+        "clip_sum", [tensors], max_norms, stability, *take_release(noise, rule.sensitivity(), _width(tensors))
+    )
     return _like(vectors, *result)
 
 
@@ -90,7 +92,11 @@ def clip_difference_sum(
     others = checks.matching("before", before, tensors)
     rule, max_norms, stability = norm_rule(clip, len(tensors))
     result = _sum(
-        "clip_difference_sum", [tensors, others], max_norms, stability, *take_release(noise, rule.sensitivity())
+        "clip_difference_sum",
+        [tensors, others],
+        max_norms,
+        stability,
+        *take_release(noise, rule.sensitivity(), _width(tensors)),
     )
     return _like(now, *result)
 
@@ -124,7 +130,9 @@ def clip_momentum_sum(
     tensors = checks.per_sample("now", now)
     others = checks.matching("before", before, tensors)
     bounds = _bounds(gradient_norm, difference_norm, momentum)
-    result = _sum("clip_momentum_sum", [tensors, others], bounds, *take_release(noise, rule.sensitivity()))
+    result = _sum(
+        "clip_momentum_sum", [tensors, others], bounds, *take_release(noise, rule.sensitivity(), _width(tensors))
+    )
     return _like(now, *result)
 
 
@@ -136,11 +144,9 @@ def clamp_sum(vectors: Tensors, bound: float, *, noise: Gaussian | None = None) 
     """
     limit = checks.number("bound", bound, low=0, finite=False)
     tensors = checks.per_sample("vectors", vectors)
-    width = sum(math.prod(t.shape[1:]) for t in tensors)
-    result = _sum(
-        "clamp_sum", [tensors], _bounds(limit), *take_release(noise, limit * math.sqrt(width) if width else 0.0)
-    )
-    return _like(vectors, *result)
+    width = _width(tensors)
+    released = take_release(noise, limit * math.sqrt(width) if width else 0.0, width)
+    return _like(vectors, *_sum("clamp_sum", [tensors], _bounds(limit), *released))
 
 
 def add_gaussian_(tensors: Tensors, noise: Gaussian, *, sensitivity: float | None = None) -> Tensors:
@@ -155,9 +161,9 @@ def add_gaussian_(tensors: Tensors, noise: Gaussian, *, sensitivity: float | Non
             raise ValueError(f"tensors[{i}]: is an expanded view, must have memory of its own for each element")
     if len({id(t) for t in targets}) < len(targets):
         raise ValueError("tensors: the same tensor is there twice, each must be there once")
-    _check_noise(noise)
+    check_noise(noise)
     with torch.no_grad():
-        torch.ops.dpkernels.add_gaussian_(targets, *noise.release(sensitivity))
+        torch.ops.dpkernels.add_gaussian_(targets, *noise.release(sensitivity, sum(t.numel() for t in targets)))
     for t in targets:
         if not t.is_inference():
             torch.autograd.graph.increment_version(t)
@@ -194,7 +200,8 @@ def sparsify(
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
         raise ValueError(f"seed: got {seed!r}, must be an integer, at least 0 and below 2**63")
     key = torch.tensor([seed], dtype=torch.int64, device="cpu")
-    values, indices = torch.ops.dpkernels.sparsify(vector, probability, key, *take_release(noise, sensitivity))
+    released = take_release(noise, sensitivity, vector.numel())
+    values, indices = torch.ops.dpkernels.sparsify(vector, probability, key, *released)
     return SparseMessage(indices, values, vector.numel())
 
 
@@ -209,6 +216,11 @@ def _sum(name: str, lists: list[list[Tensor]], *arguments: object) -> tuple[list
         return op(*lists, *arguments)  # type: ignore[no-any-return]
     with torch._C._AutoDispatchBelowAutograd():  # torch's Python layer there costs a microsecond a tensor
         return op(*lists, *arguments)  # type: ignore[no-any-return]
+
+
+def _width(tensors: list[Tensor]) -> int:
+    """How many coordinates the sum has."""
+    return sum(math.prod(t.shape[1:]) for t in tensors)
 
 
 def _bounds(*values: float) -> Tensor:
@@ -229,17 +241,18 @@ def norm_rule(clip: object, count: int) -> tuple[clipping.Rule, Tensor, float | 
     raise ValueError(f"clip: got {rule!r}, must be a number, Flat, Automatic or PerLayer here")
 
 
-def _check_noise(noise: object) -> None:
+def check_noise(noise: object) -> None:
+    """Refuse anything but a Gaussian."""
     if not isinstance(noise, Gaussian):
         raise ValueError(f"noise: got {noise!r}, must be a dpkernels.Gaussian")
 
 
-def take_release(noise: Gaussian | None, sensitivity: float | None) -> tuple[Tensor | None, Tensor | None]:
+def take_release(noise: Gaussian | None, sensitivity: float | None, width: int) -> tuple[Tensor | None, Tensor | None]:
     """Stream and std of the next release, entered in the ledger; nothing without noise."""
     if noise is None:
         return None, None
-    _check_noise(noise)
-    return noise.release(sensitivity)
+    check_noise(noise)
+    return noise.release(sensitivity, width)
 
 
 def _like(container: object, sums: list[Tensor], norms: Tensor) -> ClippedSum:

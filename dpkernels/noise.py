@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 import threading
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dpkernels import checks
+from dpkernels.reference_noise import LATTICE_BITS, lattice
 
 if TYPE_CHECKING:
     from dpkernels.accounting import Ledger
@@ -34,8 +36,13 @@ class Gaussian:
 
     Formal guarantee: a sum of L2 sensitivity S plus this noise is the Gaussian mechanism with multiplier
     std / S, for noise of real-valued precision. It is drawn in floating point: an adversary who sees the low
-    bits of a release can learn from them (Mironov, 2012), which `secure=True` is for; that is not available
-    yet and is refused.
+    bits of a release can learn from them (Mironov, 2012), which `secure=True` is for.
+
+    `secure=True` (about three times the cost): ChaCha20 with a key of 256 bits from the operating system, so no seed;
+    normals in double precision from 64 and more bits; sum and noise are rounded to a lattice of
+    2^(floor(log2 std) - 30) and added there as integers, so that the low bits of a release carry nothing. What the
+    roundings add to the sensitivity is in `widened`, and in the ledger's entries. What it does not cover is in
+    PRIVACY.md.
     """
 
     def __init__(self, std: float, seed: int | None = None, secure: bool = False, ledger: Ledger | None = None) -> None:
@@ -44,15 +51,21 @@ class Gaussian:
             raise ValueError(f"seed: got {seed!r}, must be an integer or None")
         if seed is not None and not 0 <= seed < 2**63:
             raise ValueError(f"seed: got {seed}, must be at least 0 and below 2**63")
-        if secure:
-            raise ValueError("secure: got True, must be False: secure noise is not available in this version")
+        if secure and seed is not None:
+            raise ValueError(f"seed: got {seed}, must be None with secure noise: its key comes from the OS")
+        if secure and not 2.0**-500 <= std <= 2.0**500:
+            raise ValueError(f"std: got {std!r}, must be from 2**-500 to 2**500 with secure noise")
         self._float_std = float(std)
+        self._secure = bool(secure)
         self._reproducible = seed is not None
         self.ledger = ledger
         self._lock = threading.Lock()
         # (key, next release number): a tensor, so that a compiled step does not depend on its value
-        self._stream = host_tensor([_new_key() if seed is None else seed, 0], torch.int64)
+        self._stream = self._new_stream() if seed is None else host_tensor([seed, 0], torch.int64)
         _alive.add(self)
+
+    def _new_stream(self) -> Tensor:
+        return host_tensor([*(_new_key() for _ in range(4 if self._secure else 1)), 0], torch.int64)
 
     @property
     def std(self) -> float:
@@ -65,22 +78,44 @@ class Gaussian:
         return self._reproducible
 
     @property
+    def secure(self) -> bool:
+        """Whether low bits are safe too."""
+        return self._secure
+
+    @property
+    def lattice(self) -> float:
+        """The step of the lattice that secure noise is rounded to; 0 for other noise."""
+        return lattice(self.std) if self.secure else 0.0
+
+    def widened(self, sensitivity: float, width: int) -> float:
+        """The sensitivity of a sum of `width` coordinates once it has been rounded as this noise rounds it.
+
+        Secure noise rounds to its lattice, which brings neighbours up to one step further apart in each coordinate. A
+        part of 2^-20 is for the rounding of float64 sums: more than that of up to 65,536 rows that are stored, or
+        factors of layers that see a sample once. (A sequence of T steps whose addends cancel to a part r of themselves
+        rounds up to T / r times as much.)
+        """
+        if not self.secure:
+            return sensitivity
+        return sensitivity * (1 + 2.0**-20) + self.lattice * math.sqrt(width)
+
+    @property
     def releases(self) -> int:
         """How many have been taken."""
-        return int(self._stream[1])
+        return int(self._stream[-1])
 
     def skip(self, releases: int) -> None:
         """Go on behind the first so many releases, those of a run that is resumed; numbers are never taken again."""
         with self._lock:
             if checks.whole("releases", releases, low=0) < self.releases:
                 raise ValueError(f"releases: got {releases}, must be at least the {self.releases} that were taken here")
-            self._stream[1] = releases
+            self._stream[-1] = releases
 
-    def release(self, sensitivity: float | None = None) -> tuple[Tensor, Tensor]:
+    def release(self, sensitivity: float | None = None, width: int = 0) -> tuple[Tensor, Tensor]:
         """Take the next release number: the (key, release) stream and the std, as tensors for the kernels.
 
-        `sensitivity`: how far, in L2 norm, one record added or removed can move what is released; needed when
-        a ledger is attached, which then has the entry before this returns.
+        `sensitivity`: how far, in L2 norm, one record added or removed can move what is released, a vector of `width`
+        coordinates; needed when a ledger is attached, which then has the entry before this returns.
         """
         if self.ledger is not None:
             if sensitivity is None:
@@ -88,7 +123,9 @@ class Gaussian:
                     "sensitivity: got None, must be the L2 sensitivity of what is released: "
                     "the ledger of this Gaussian cannot count it otherwise"
                 )
-            self.ledger.record(std=self.std, sensitivity=sensitivity, reproducible=self.reproducible)
+            self.ledger.record(
+                std=self.std, sensitivity=self.widened(sensitivity, width), reproducible=self.reproducible
+            )
         if torch.compiler.is_compiling():
             return self._take(), self._std
         with self._lock:
@@ -96,13 +133,13 @@ class Gaussian:
 
     def _take(self) -> Tensor:
         stream = self._stream.clone()
-        self._stream[1] += 1
+        self._stream[-1] += 1
         return stream
 
     def _after_fork(self) -> None:
         # A child that went on with its parent's key would release the parent's noise again.
         self._lock = threading.Lock()
-        self._stream = host_tensor([_new_key(), 0], torch.int64)
+        self._stream = self._new_stream()
         self._reproducible = False
 
     def _refuse_copy(self, *_: object) -> NoReturn:
@@ -111,7 +148,21 @@ class Gaussian:
     __copy__ = __deepcopy__ = __reduce_ex__ = _refuse_copy
 
     def __repr__(self) -> str:
-        return f"Gaussian(std={self.std:g}, {'reproducible' if self.reproducible else 'key from the OS'})"
+        kind = "secure" if self.secure else "reproducible" if self.reproducible else "key from the OS"
+        return f"Gaussian(std={self.std:g}, {kind})"
+
+
+def std_for(noise_multiplier: float, sensitivity: float, width: int, *, secure: bool = False) -> float:
+    """The std that is `noise_multiplier` times the sensitivity of a sum of `width` coordinates, roundings counted."""
+    std = noise_multiplier * sensitivity if noise_multiplier else 0.0
+    if not secure:
+        return std
+    step = noise_multiplier * math.sqrt(width) * 2.0**-LATTICE_BITS  # the lattice is at most std * 2^-bits
+    if step >= 0.5:
+        raise ValueError(
+            f"noise_multiplier: got {noise_multiplier:g}, must be below 2^29 / sqrt({width}) with secure noise"
+        )
+    return std * (1 + 2.0**-20) / (1 - step) * (1 + 2.0**-50)
 
 
 def host_tensor(value: object, dtype: torch.dtype) -> Tensor:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from dpkernels import checks, clipping, factors, inner, placing, sums
-from dpkernels.dense import ClippedSum, norm_rule, take_release
+from dpkernels.dense import ClippedSum, check_noise, norm_rule, take_release
 from dpkernels.noise import Gaussian
 from dpkernels.placing import Part, Shape
 from dpkernels.reference import wide_type
@@ -44,13 +44,16 @@ class PerSample:
         return self._batch_size
 
     @property
+    def _width(self) -> int:
+        return sum(shape.size.numel() for shape in self._shapes.values())
+
+    @property
     def parts(self) -> Mapping[str, list[Part]]:
         """The factors of each parameter's rows."""
         return self._parts
 
     def __repr__(self) -> str:
-        width = sum(shape.size.numel() for shape in self._shapes.values())
-        return f"PerSample({self.batch_size} rows of {width} elements in {len(self._shapes)} parameters)"
+        return f"PerSample({self.batch_size} rows of {self._width} elements in {len(self._shapes)} parameters)"
 
     def norms(self) -> Tensor:
         """The norm of each row, [B]. NOT private."""
@@ -81,6 +84,7 @@ class PerSample:
         dtype: torch.dtype | None = None,
         scale: float = 1.0,
         out: Mapping[str, Tensor] | None = None,
+        where: Tensor | None = None,
     ) -> ClippedSum:
         """Clip each row, sum over samples, add noise; `sum` is a dict of tensors like the parameters.
 
@@ -93,16 +97,20 @@ class PerSample:
                 all arithmetic there, as adding `onto` a sum does.
             scale: what the noisy sum is multiplied by.
             out: contiguous tensors to put the sum into, by name; new ones where there is none that fits.
+            where: bool [B], the samples to count; others are padding.
 
         Sensitivity of the sum: `clip` under add-remove, twice that under replace-one, times `scale`; see
         `rule.sensitivity`. `norms` are those of the rows before clipping: NOT private.
         """
         rule, bounds, stability = norm_rule(clip, len(self._shapes))
         self._check_sums(onto)
+        if noise is not None:
+            check_noise(noise)
         scale = checks.number("scale", scale, low=-math.inf)
-        exact = onto is not None or dtype == torch.float64
+        exact = onto is not None or dtype == torch.float64 or (noise is not None and noise.secure)
         squares, uppers = self._squares(rounded=not exact)
         keep = uppers.sum(1).isfinite()
+        keep = keep if where is None else keep & where.to(keep.device)
         bounds = bounds.to(squares.device)
         wide = wide_type(dtype) if dtype is not None else None
         if len(bounds) == 1:
@@ -115,7 +123,7 @@ class PerSample:
         weights = torch.where(keep[:, None], weights, 0.0)
         kept = None if bool(keep.all()) else keep
         exact = exact or not self._in_range(weights, bounds, keep)
-        stream, std = take_release(noise, rule.sensitivity())
+        stream, std = take_release(noise, rule.sensitivity(), self._width)
         totals, filled, rows, owner = [], [], [], []
         for i, (name, shape) in enumerate(self._shapes.items()):
             kind = wide or wide_type(shape.dtype)
@@ -154,9 +162,8 @@ class PerSample:
                     lines[low:high] += factors.block(matrix, samples, low, high).clamp(-limit, limit).sum(0)
                 placing.add(total, part.place, lines)
             totals.append(total.view(shape.size))
-        width = sum(shape.size.numel() for shape in self._shapes.values())
-        sensitivity = limit * math.sqrt(width) if width else 0.0
-        stream, std = take_release(noise, sensitivity)
+        sensitivity = limit * math.sqrt(self._width) if self._width else 0.0
+        stream, std = take_release(noise, sensitivity, self._width)
         if stream is not None and totals:
             torch.ops.dpkernels.add_gaussian_(totals, stream, std)
         return ClippedSum(self._named(totals), self._norms(squares))

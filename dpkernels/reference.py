@@ -12,10 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-GROUP = 64  # consecutive elements that share sixteen Philox blocks
-NOISE, RADIUS_TAIL, MASK = 1, 2, 3  # purposes, in the top byte of counter word 1
-TAIL_THRESHOLD = 1 << 20
-_LOW = 0xFFFFFFFF
+from dpkernels.reference_noise import MASK, add_noise, element_words
 
 
 def clip_sum(
@@ -105,13 +102,13 @@ def weighted_sum_(
         weight = each[:, i, None]
         values = torch.where(weight != 0, _flat(row), 0.0) * weight
         totals[i] = totals[i] + values.sum(0).reshape(totals[i].shape)
-    for s, total in zip(sums, _add_noise(totals, stream, std), strict=True):
+    for s, total in zip(sums, add_noise(totals, stream, std), strict=True):
         s.copy_(total * scale)
 
 
 def add_gaussian_(tensors: Sequence[Tensor], stream: Tensor, std: Tensor) -> None:
     """x += std * z; elements are counted over the whole list."""
-    for x, noised in zip(tensors, _add_noise([t.double() for t in tensors], stream, std), strict=True):
+    for x, noised in zip(tensors, add_noise([t.double() for t in tensors], stream, std), strict=True):
         x.copy_(noised)
 
 
@@ -120,11 +117,10 @@ def sparsify(
 ) -> tuple[Tensor, Tensor]:
     """indices = {j : word_j(seed) < p 2^32}; values = (vector[indices] + std * z) / p, z counted by place."""
     key = torch.stack([seed.reshape(()), torch.zeros_like(seed.reshape(()))])
-    block = _blocks(0, -(-vector.numel() // GROUP), vector.device)
-    words = torch.stack(philox(key, MASK, block), dim=1).flatten()
-    kept = words[: vector.numel()] < int(keep_probability * 2**32)
+    words = element_words(key, MASK, vector.numel(), vector.device)
+    kept = words < int(keep_probability * 2**32)
     indices = kept.nonzero().squeeze(1)
-    values = _add_noise([vector.double()[indices]], stream, std)[0]
+    values = add_noise([vector.double()[indices]], stream, std)[0]
     return (values / keep_probability).to(wide_type(vector.dtype)), indices
 
 
@@ -136,41 +132,6 @@ def wide_type(dtype: torch.dtype) -> torch.dtype:
 def norms_type(tensors: Sequence[Tensor]) -> torch.dtype:
     """Norms are as wide as the widest sum."""
     return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
-
-
-def normals(stream: Tensor, groups: int, device: torch.device, first_group: int = 0) -> Tensor:
-    """The standard normals of groups of 64 elements of a release, float32, as csrc/common/normal.h defines them."""
-    block = _blocks(first_group, groups, device)
-    words, extra = philox(stream, NOISE, block), philox(stream, RADIUS_TAIL, block)
-    parts = []
-    for pair in range(2):
-        radius_word, angle_word = words[2 * pair].double(), words[2 * pair + 1].double()
-        continued = (radius_word + (extra[pair].double() + 0.5) * 2.0**-32) * 2.0**-32
-        plain = ((words[2 * pair] >> 1).double() + 0.5) * 2.0**-31
-        uniform = torch.where(radius_word < TAIL_THRESHOLD, continued, plain)
-        radius = (-2 * uniform.log()).sqrt()
-        angle = angle_word * (2 * math.pi * 2.0**-32)
-        parts += [radius * angle.cos(), radius * angle.sin()]
-    return torch.stack(parts, dim=1).flatten().float()
-
-
-def philox(stream: Tensor, purpose: int, block: Tensor) -> list[Tensor]:
-    """The four words of Philox4x32-10 for each block: key from the stream, counter (block, purpose, release)."""
-    key, release = stream.to(block.device)
-    x0, x1 = block & _LOW, (block >> 32) | (purpose << 24)
-    x2, x3 = (release & _LOW).expand_as(block), ((release >> 32) & _LOW).expand_as(block)
-    k0, k1 = key & _LOW, (key >> 32) & _LOW
-    for _ in range(10):
-        p0, p1 = x0 * 0xD2511F53, x2 * 0xCD9E8D57  # wrap around: the low 64 bits are right
-        x0, x1, x2, x3 = ((p1 >> 32) & _LOW) ^ x1 ^ k0, p1 & _LOW, ((p0 >> 32) & _LOW) ^ x3 ^ k1, p0 & _LOW
-        k0, k1 = (k0 + 0x9E3779B9) & _LOW, (k1 + 0xBB67AE85) & _LOW
-    return [x0, x1, x2, x3]
-
-
-def _blocks(first_group: int, groups: int, device: torch.device) -> Tensor:
-    """The blocks of consecutive groups, [groups, 16]; word w of them serves elements 16 w .. 16 w + 16."""
-    first = first_group * 16
-    return torch.arange(first, first + groups * 16, dtype=torch.int64, device=device).view(groups, 16)
 
 
 def _clip_rows(
@@ -235,13 +196,4 @@ def _norms(like: Sequence[Tensor], rows: list[Tensor], keep: Tensor) -> Tensor:
 
 def _release(like: Sequence[Tensor], rows: list[Tensor], stream: Tensor | None, std: Tensor | None) -> list[Tensor]:
     sums = [row.sum(0).reshape(t.shape[1:]) for t, row in zip(like, rows, strict=True)]
-    return [s.to(wide_type(t.dtype)) for t, s in zip(like, _add_noise(sums, stream, std), strict=True)]
-
-
-def _add_noise(sums: list[Tensor], stream: Tensor | None, std: Tensor | None) -> list[Tensor]:
-    if stream is None or std is None:
-        return sums
-    sizes = [s.numel() for s in sums]
-    count = sum(sizes)
-    z = normals(stream, -(-count // GROUP), sums[0].device)[:count].double() * std.to(sums[0].device)
-    return [s + part.reshape(s.shape) for s, part in zip(sums, z.split(sizes), strict=True)]
+    return [s.to(wide_type(t.dtype)) for t, s in zip(like, add_noise(sums, stream, std), strict=True)]

@@ -71,7 +71,8 @@ def test_bad_calls(call, message):
         (lambda: dpk.Gaussian("1"), "std: got '1'"),
         (lambda: dpk.Gaussian(1.0, seed=-1), "seed: got -1, must be at least 0"),
         (lambda: dpk.Gaussian(1.0, seed=1.0), "seed: got 1.0, must be an integer or None"),
-        (lambda: dpk.Gaussian(1.0, secure=True), "secure: got True, must be False"),
+        (lambda: dpk.Gaussian(1.0, seed=1, secure=True), "seed: got 1, must be None with secure noise"),
+        (lambda: dpk.Gaussian(0.0, secure=True), "std: got 0.0, must be from"),
     ],
 )
 def test_bad_noise(make, message):

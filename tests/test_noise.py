@@ -10,7 +10,7 @@ import torch
 from scipy import stats
 
 import dpkernels as dpk
-from dpkernels import ops, reference
+from dpkernels import ops, reference_noise
 
 CPU = torch.device("cpu")
 DRAWS = 10_000_000
@@ -64,14 +64,16 @@ def test_no_correlation_at_a_lag(draws, lag):
 def test_beyond_what_32_bits_can_draw():
     """Block 997414057 of seed 0 has a radius word of 0: 32 bits would end at sqrt(66 ln 2) = 6.76 there."""
     block = 997_414_057
-    words = reference.philox(torch.tensor([0, 0]), reference.NOISE, torch.tensor([block]))
+    words = reference_noise.philox(torch.tensor([0, 0]), reference_noise.NOISE, torch.tensor([block]))
     assert words[0].item() == 0
     for draw in (
         ops.native.normals(0, 0, block // 16, 1),
-        reference.normals(torch.tensor([0, 0]), 1, CPU, block // 16),
+        reference_noise.normals(torch.tensor([0, 0]), 1, CPU, block // 16),
     ):
         radius = math.hypot(draw[block % 16], draw[16 + block % 16])
-        extra = reference.philox(torch.tensor([0, 0]), reference.RADIUS_TAIL, torch.tensor([block]))[0].item()
+        extra = reference_noise.philox(torch.tensor([0, 0]), reference_noise.RADIUS_TAIL, torch.tensor([block]))[
+            0
+        ].item()
         assert radius == pytest.approx(math.sqrt(-2 * math.log((extra + 0.5) * 2.0**-64)), rel=1e-6)
         assert radius > 6.84
 
@@ -82,7 +84,7 @@ def test_philox_known_answers():
     def words(key, release, purpose, block):
         wrap = lambda x: x - 2**64 if x >= 2**63 else x  # noqa: E731
         stream = torch.tensor([wrap(key), wrap(release)])
-        return [w.item() for w in reference.philox(stream, purpose, torch.tensor([block]))]
+        return [w.item() for w in reference_noise.philox(stream, purpose, torch.tensor([block]))]
 
     assert words(0, 0, 0, 0) == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
     assert words(2**64 - 1, 2**64 - 1, 0xFF, 2**56 - 1) == [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]
@@ -99,7 +101,7 @@ def test_philox_known_answers():
 def test_kernel_equals_reference_anywhere_in_a_stream(first_group, release, isa):
     groups = 3000
     got = torch.from_numpy(ops.native.normals(-5, release, first_group, groups))
-    true = reference.normals(torch.tensor([-5, release]), groups, CPU, first_group)
+    true = reference_noise.normals(torch.tensor([-5, release]), groups, CPU, first_group)
     # pairs (z0, z1) stand 16 elements apart; their radius decides how exact they are (common/normal.h)
     radius = true.view(groups, 2, 2, 16).norm(dim=2, keepdim=True).expand(-1, -1, 2, -1).flatten()
     assert ((got - true).abs() <= 1e-6 + 1.2e-7 / radius).all()

@@ -19,6 +19,21 @@ Tensor with_contiguous_samples(const Tensor& t) {
 
 }  // namespace
 
+Noise noise_of(const std::optional<Tensor>& stream, const std::optional<Tensor>& std) {
+  Noise noise;
+  if (!stream || !std) return noise;
+  const auto* s = stream->const_data_ptr<int64_t>();
+  noise.on = true;
+  noise.std = *std->const_data_ptr<double>();
+  noise.secure = stream->numel() == 5;
+  if (noise.secure) {
+    noise.secure_stream = secure_stream(s, s[4]);
+  } else {
+    noise.stream = {static_cast<uint64_t>(s[0]), static_cast<uint64_t>(s[1])};
+  }
+  return noise;
+}
+
 SampleRows sample_rows(const Tensor& t, Tensors& keep) {
   const Tensor& own = keep.emplace_back(with_contiguous_samples(t));
   const auto sizes = own.sizes();

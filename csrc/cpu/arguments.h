@@ -36,11 +36,8 @@ inline ScalarType wide_type(const Tensor& t) {
   return t.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
 }
 
-inline Noise noise_of(const std::optional<Tensor>& stream, const std::optional<Tensor>& std) {
-  if (!stream || !std) return {};
-  const auto* s = stream->const_data_ptr<int64_t>();
-  return {true, {static_cast<uint64_t>(s[0]), static_cast<uint64_t>(s[1])}, *std->const_data_ptr<double>()};
-}
+// The noise of a stream (key, release), or of a secure one: four words of key, and the release.
+Noise noise_of(const std::optional<Tensor>& stream, const std::optional<Tensor>& std);
 
 // A new contiguous tensor of float64 or float32, not filled.
 Tensor empty(const int64_t* sizes, int64_t dimensions, ScalarType type);

@@ -11,6 +11,7 @@
 #include <cstdint>
 
 #include "../common/philox.h"
+#include "secure_normals.h"
 
 namespace dpk {
 
@@ -18,6 +19,8 @@ struct Noise {
   bool on = false;
   Stream stream{};
   double std = 0.0;
+  bool secure = false;
+  SecureStream secure_stream{};  // instead of `stream`
 };
 
 struct RandomKernels {
@@ -31,7 +34,7 @@ struct RandomKernels {
 const RandomKernels& random_kernels();
 
 // Adds a release's noise to stretches of its elements; without noise, only scales and rounds.
-//   out[i] = (x[i] + std * z of element first + i) * scale
+//   out[i] = (x[i] + std * z of element first + i) * scale,   secure noise on its lattice (secure_normals.h)
 class NoiseAdder {
  public:
   explicit NoiseAdder(const Noise& noise);
@@ -44,11 +47,15 @@ class NoiseAdder {
   static constexpr int64_t turn = 512;
   const Noise noise_;
   const RandomKernels& kernels_;
+  const SecureKernels& secure_kernels_;
+  const Lattice lattice_;
   alignas(64) float normals_[turn];
+  alignas(64) double secure_normals_[turn];
 
   template <class Out, class X>
   void add_in_turns(Out* out, const X* x, int64_t n, int64_t first, double scale,
-                    void (*kernel)(Out*, const X*, const float*, int64_t, double, double));
+                    void (*plain)(Out*, const X*, const float*, int64_t, double, double),
+                    void (*secure)(Out*, const X*, const double*, int64_t, const Lattice&, double));
 };
 
 }  // namespace dpk

@@ -184,11 +184,6 @@ void mask(uint64_t* bits, int64_t groups, uint64_t first_group, Stream stream, u
            });
 }
 
-inline Doubles widen(const float* p) { return widen_floats(load<HalfFloats>(p)); }
-inline Doubles widen(const double* p) { return load<Doubles>(p); }
-inline void narrow(float* p, Doubles x) { store(p, narrow_doubles(x)); }
-inline void narrow(double* p, Doubles x) { store(p, x); }
-
 template <class X, class Out>
 void add(Out* out, const X* x, const float* z, int64_t n, double std, double scale) {
   int64_t i = 0;

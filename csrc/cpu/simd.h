@@ -10,6 +10,7 @@ typedef float Floats __attribute__((vector_size(DPK_LANES * 4)));
 typedef int32_t Ints __attribute__((vector_size(DPK_LANES * 4)));
 typedef uint32_t Words __attribute__((vector_size(DPK_LANES * 4)));
 typedef uint64_t Longs __attribute__((vector_size(DPK_LANES * 4)));
+typedef int64_t SignedLongs __attribute__((vector_size(DPK_LANES * 4)));
 typedef double Doubles __attribute__((vector_size(DPK_LANES * 4)));
 typedef float HalfFloats __attribute__((vector_size(DPK_LANES * 2)));
 typedef uint32_t HalfWords __attribute__((vector_size(DPK_LANES * 2)));
@@ -69,6 +70,19 @@ inline Floats square_root(Floats x) {
 #endif
 }
 
+inline Doubles square_root(Doubles x) {
+#if !DPK_HAVE_X86_VARIANTS
+  for (int l = 0; l < double_lanes; ++l) x[l] = __builtin_sqrt(x[l]);
+  return x;
+#elif DPK_LANES == 16
+  return (Doubles)_mm512_maskz_sqrt_pd(0xFF, (__m512d)x);
+#elif DPK_LANES == 8
+  return (Doubles)_mm256_sqrt_pd((__m256d)x);
+#else
+  return (Doubles)_mm_sqrt_pd((__m128d)x);
+#endif
+}
+
 // float to double, lane by lane.
 inline Doubles widen_floats(HalfFloats x) {
 #if DPK_HAVE_X86_VARIANTS && DPK_LANES == 16
@@ -101,3 +115,19 @@ inline HalfWords widen_shorts(QuarterShorts x) {
   return __builtin_convertvector(x, HalfWords);
 #endif
 }
+
+// uint32 to uint64, lane by lane.
+inline Longs widen_words(HalfWords x) {
+#if DPK_HAVE_X86_VARIANTS && DPK_LANES == 16
+  return (Longs)_mm512_maskz_cvtepu32_epi64(0xFF, (__m256i)x);
+#elif DPK_HAVE_X86_VARIANTS && DPK_LANES == 8
+  return (Longs)_mm256_cvtepu32_epi64((__m128i)x);
+#else
+  return __builtin_convertvector(x, Longs);
+#endif
+}
+
+inline Doubles widen(const float* p) { return widen_floats(load<HalfFloats>(p)); }
+inline Doubles widen(const double* p) { return load<Doubles>(p); }
+inline void narrow(float* p, Doubles x) { store(p, narrow_doubles(x)); }
+inline void narrow(double* p, Doubles x) { store(p, x); }
