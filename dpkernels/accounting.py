@@ -2,6 +2,7 @@
 
 from dpkernels.events import (
     Event,
+    PublishedBound,
     Releases,
     calibrate,
     compose,
@@ -11,16 +12,23 @@ from dpkernels.events import (
     poisson_gaussian,
 )
 from dpkernels.ledger import BudgetError, Ledger
+from dpkernels.paper_events import bvr_l_sgd, diff2, prisma, sdm_dsgd, sdm_dsgd_published
 
 __all__ = [
     "BudgetError",
     "Event",
     "Ledger",
+    "PublishedBound",
     "Releases",
+    "bvr_l_sgd",
     "calibrate",
     "compose",
+    "diff2",
     "epsilon",
     "fixed_size_gaussian",
     "gaussian",
     "poisson_gaussian",
+    "prisma",
+    "sdm_dsgd",
+    "sdm_dsgd_published",
 ]

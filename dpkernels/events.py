@@ -14,6 +14,7 @@ under "replace-one" (one record has another value) a record moves the sum by up 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -52,6 +53,23 @@ class Event:
     adjacency: Adjacency = "add-remove"
 
 
+@dataclass(frozen=True)
+class PublishedBound:
+    """A paper's own bound, in place of an event; `epsilon` warns of what is wrong with it."""
+
+    bound: Callable[[float], float]  # delta to epsilon
+    warning: str
+    holds: Callable[[float, float], bool] = lambda epsilon, delta: False
+    warning_if_it_holds: str = ""
+
+    def epsilon(self, delta: float) -> float:
+        """As the paper has it."""
+        found = self.bound(delta)
+        good = math.isfinite(found) and self.holds(found, delta)
+        warnings.warn(self.warning_if_it_holds if good else self.warning, stacklevel=3)
+        return found
+
+
 def gaussian(noise_multiplier: float, steps: int = 1, *, adjacency: Adjacency = "add-remove") -> Event:
     """`steps` releases of a sum over all records."""
     return poisson_gaussian(noise_multiplier, 1.0, steps, adjacency=adjacency)
@@ -87,7 +105,7 @@ def compose(*events: Event) -> Event:
     return Event(tuple(r for event in events for r in event.releases), *adjacencies)
 
 
-def epsilon(event: Event | dp_event.DpEvent, delta: float) -> float:
+def epsilon(event: Event | PublishedBound | dp_event.DpEvent, delta: float) -> float:
     """The epsilon of (epsilon, delta)-DP for `event`; an upper bound, tight to the accountant's discretisation.
 
     An event of dp-accounting's own is counted under add-remove adjacency by privacy loss distributions. One that no
@@ -97,6 +115,8 @@ def epsilon(event: Event | dp_event.DpEvent, delta: float) -> float:
         raise ValueError(f"delta: got {delta!r}, must be strictly between 0 and 1")
     if isinstance(event, dp_event.DpEvent):
         return float(PLDAccountant(_RELATIONS["add-remove"]).compose(event).get_epsilon(delta))
+    if isinstance(event, PublishedBound):
+        return event.epsilon(delta)
     if not isinstance(event, Event):
         raise ValueError(f"event: got a {type(event).__name__}, must be an Event or one of dp-accounting's")
     counted = [r for r in event.releases if r.steps > 0 and (r.sampling != "poisson" or r.rate > 0)]
@@ -130,7 +150,9 @@ def _composed(releases: list[Releases], moves: int) -> dp_event.DpEvent:
     return dp_event.ComposedDpEvent(events)
 
 
-def calibrate(make_event: Callable[[float], Event | dp_event.DpEvent], epsilon: float, delta: float) -> float:
+def calibrate(
+    make_event: Callable[[float], Event | PublishedBound | dp_event.DpEvent], epsilon: float, delta: float
+) -> float:
     """The smallest noise multiplier z, to a thousandth of itself, whose event `make_event(z)` has at most `epsilon`.
 
     For example `calibrate(lambda z: poisson_gaussian(z, rate, steps), 2.0, 1e-5)`.
