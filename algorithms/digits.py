@@ -13,6 +13,8 @@ import time
 import torch
 from torch import Tensor, nn
 
+import dpkernels as dpk
+
 from .dp_sgd import DPSGD
 
 
@@ -46,12 +48,11 @@ def train(
     """
     x, y, test_x, test_y = load_digits()
     rate = expected_batch_size / len(x)  # the size of this data set is public
-    sampler = torch.Generator()
     init = torch.Generator()
     if seed is None:
-        sampler.seed(), init.seed()
+        init.seed()
     else:
-        sampler.manual_seed(seed), init.manual_seed(seed)
+        init.manual_seed(seed)
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 10))
     for parameter in model.parameters():
         nn.init.uniform_(parameter, -0.1, 0.1, generator=init)
@@ -72,8 +73,7 @@ def train(
         seed=seed,
     )
     start = time.perf_counter()
-    for step in range(1, steps + 1):
-        batch = torch.rand(len(x), generator=sampler) < rate
+    for step, batch in enumerate(dpk.sampling.poisson(len(x), rate, steps, seed, ledger=algorithm.ledger), 1):
         algorithm.step(x[batch], y[batch])
         if not quiet and step % max(1, steps // 10) == 0:
             print(f"step {step:4d}/{steps}   test accuracy {accuracy():.1%}", flush=True)

@@ -24,7 +24,8 @@ class Ledger:
 
     Args:
         sampling_rate: claims that each record is in each batch independently with this probability; the default, 1,
-            claims no amplification. The claim is the caller's: nothing here has seen the sampling.
+            claims no amplification. The claim is the caller's, unless batches came from `dpk.sampling` with this
+            ledger: `sampling` says which.
         adjacency: "add-remove", or "replace-one".
         fixed_size: (records, size) claims batches of `size` of `records` without replacement instead; "replace-one".
         budget: (epsilon, delta). The release that would exceed it is refused with a `BudgetError`, before it happens.
@@ -54,6 +55,8 @@ class Ledger:
             events.epsilon(Event(()), delta)
         self.budget = budget
         self.reproducible = False
+        self._verified = 0  # releases that had a batch of our sampler
+        self._batch_waits = False  # one was drawn for the next release
         # noise multiplier: number of releases, a tensor so that a compiled step does not depend on its value
         self._counts: dict[float, Tensor] = {}
         self._allowed: dict[float, int] = {}  # by multiplier: so many are within the budget, if no other is added
@@ -74,6 +77,32 @@ class Ledger:
             with self._lock:
                 self._refuse_beyond(multiplier)
                 self._enter(multiplier, reproducible)
+                self._verified += self._batch_waits
+                self._batch_waits = False
+
+    def check_claim(self, *, sampling_rate: float = 1.0, fixed_size: tuple[int, int] | None = None) -> None:
+        """Refuse a sampler that draws otherwise than is claimed here."""
+        if (sampling_rate, fixed_size) != (self.sampling_rate, self.fixed_size):
+            raise ValueError(
+                f"ledger: claims {_sampled(self.sampling_rate, self.fixed_size)}, must claim what is drawn: "
+                f"{_sampled(sampling_rate, fixed_size)}"
+            )
+
+    def note_batch(
+        self, *, sampling_rate: float = 1.0, fixed_size: tuple[int, int] | None = None, reproducible: bool = False
+    ) -> None:
+        """Our sampler has drawn a batch as claimed: the next release is of it, and only that one."""
+        self.check_claim(sampling_rate=sampling_rate, fixed_size=fixed_size)
+        with self._lock:
+            self._batch_waits = True
+            self.reproducible = self.reproducible or reproducible
+
+    @property
+    def sampling(self) -> str:
+        """Whether it was seen: "none" is claimed, "verified" (each release had a batch of our sampler) or "claimed"."""
+        if self.fixed_size is None and self.sampling_rate == 1:
+            return "none"
+        return "verified" if self._verified == len(self) else "claimed"
 
     def _enter(self, multiplier: float, reproducible: bool) -> None:
         if torch.compiler.is_compiling() and self.budget is not None:
@@ -143,6 +172,7 @@ class Ledger:
             "adjacency": self.adjacency,
             "fixed_size": None if self.fixed_size is None else list(self.fixed_size),
             "reproducible": self.reproducible,
+            "verified": self._verified,
             "releases": [[z, int(count)] for z, count in self._counts.items()],
         }
 
@@ -160,6 +190,12 @@ class Ledger:
             checks.number("releases", z, low=0, finite=False)
             self._counts[float(z)] = host_tensor(checks.whole("releases", count, low=0), torch.int64)
         self.reproducible = self.reproducible or bool(state["reproducible"])
+        self._verified = checks.whole("verified", state["verified"], low=0)
 
     def __repr__(self) -> str:
-        return f"Ledger({len(self)} releases, sampling rate {self.sampling_rate:g}, {self.adjacency})"
+        sampled = _sampled(self.sampling_rate, self.fixed_size)
+        return f"Ledger({len(self)} releases, {sampled} ({self.sampling}), {self.adjacency})"
+
+
+def _sampled(rate: float, fixed_size: tuple[int, int] | None) -> str:
+    return f"sampling rate {rate:g}" if fixed_size is None else f"batches of {fixed_size[1]} of {fixed_size[0]}"

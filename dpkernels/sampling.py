@@ -22,23 +22,30 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from dpkernels import checks
+from dpkernels.ledger import Ledger
 from dpkernels.nested import map_tensors
 
 _POISSON, _FIXED = 1, 2  # purposes, so that the two kinds of batches share no randomness
 
 
-def poisson(n: int, rate: float, steps: int, seed: int | None = None, *, start: int = 0) -> Poisson:
+def poisson(
+    n: int, rate: float, steps: int, seed: int | None = None, *, start: int = 0, ledger: Ledger | None = None
+) -> Poisson:
     """`steps` batches of indices below `n`, each index in each batch with probability `rate`, independently.
 
     With a `seed`, batch number t is the same in every run; `start` is the number of the first one, for going on.
     Takes time in proportion to the size of batches, not to n.
+
+    A `ledger` that claims such sampling is told of every batch, and so knows which releases had one.
     """
-    return Poisson(n, rate, steps, seed, start)
+    return Poisson(n, rate, steps, seed, start, ledger)
 
 
-def fixed_size(n: int, size: int, steps: int, seed: int | None = None, *, start: int = 0) -> FixedSize:
+def fixed_size(
+    n: int, size: int, steps: int, seed: int | None = None, *, start: int = 0, ledger: Ledger | None = None
+) -> FixedSize:
     """`steps` batches of `size` different indices below `n`, each such set as likely as any other."""
-    return FixedSize(n, size, steps, seed, start)
+    return FixedSize(n, size, steps, seed, start, ledger)
 
 
 class Batches(ABC):
@@ -46,13 +53,14 @@ class Batches(ABC):
 
     _purpose: int
 
-    def __init__(self, n: int, steps: int, seed: int | None, start: int) -> None:
+    def __init__(self, n: int, steps: int, seed: int | None, start: int, ledger: Ledger | None) -> None:
         self.n = checks.whole("n", n, low=0)
         self.steps = checks.whole("steps", steps, low=0)
         self.start = checks.whole("start", start, low=0)
         if seed is not None and checks.whole("seed", seed, low=0) >= 2**63:
             raise ValueError(f"seed: got {seed}, must be below 2**63")
         self.seed = seed
+        self._ledger = ledger
 
     @property
     def reproducible(self) -> bool:
@@ -64,7 +72,15 @@ class Batches(ABC):
 
     def __iter__(self) -> Iterator[Tensor]:
         for step in range(self.start, self.start + self.steps):
-            yield torch.from_numpy(self._draw(_words(self.seed, self._purpose, step)))
+            indices = torch.from_numpy(self._draw(_words(self.seed, self._purpose, step)))
+            if self._ledger is not None:
+                self._ledger.note_batch(**self._claim, reproducible=self.reproducible)
+            yield indices
+
+    @property
+    @abstractmethod
+    def _claim(self) -> dict[str, Any]:
+        """How a ledger would claim this sampling."""
 
     @abstractmethod
     def _draw(self, words: Callable[[int], np.ndarray]) -> np.ndarray:
@@ -76,9 +92,15 @@ class Poisson(Batches):
 
     _purpose = _POISSON
 
-    def __init__(self, n: int, rate: float, steps: int, seed: int | None, start: int) -> None:
-        super().__init__(n, steps, seed, start)
+    def __init__(self, n: int, rate: float, steps: int, seed: int | None, start: int, ledger: Ledger | None) -> None:
+        super().__init__(n, steps, seed, start, ledger)
         self.rate = checks.number("rate", rate, low=0, high=1)
+        if ledger is not None:
+            ledger.check_claim(**self._claim)
+
+    @property
+    def _claim(self) -> dict[str, Any]:
+        return {"sampling_rate": self.rate}
 
     def _draw(self, words: Callable[[int], np.ndarray]) -> np.ndarray:
         """Gaps between chosen indices are geometric: floor(log u / log(1 - rate)) are passed over."""
@@ -103,11 +125,17 @@ class FixedSize(Batches):
 
     _purpose = _FIXED
 
-    def __init__(self, n: int, size: int, steps: int, seed: int | None, start: int) -> None:
-        super().__init__(n, steps, seed, start)
+    def __init__(self, n: int, size: int, steps: int, seed: int | None, start: int, ledger: Ledger | None) -> None:
+        super().__init__(n, steps, seed, start, ledger)
         self.size = checks.whole("size", size, low=0)
         if size > n:
             raise ValueError(f"size: got {size}, must be at most n = {n}")
+        if ledger is not None:
+            ledger.check_claim(**self._claim)
+
+    @property
+    def _claim(self) -> dict[str, Any]:
+        return {"fixed_size": (self.n, self.size)}
 
     def _draw(self, words: Callable[[int], np.ndarray]) -> np.ndarray:
         """Indices are drawn until so many different ones have come; of more than half, those that are left out."""

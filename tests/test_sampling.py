@@ -7,6 +7,7 @@ from scipy import stats
 from torch.utils.data import DataLoader, TensorDataset
 
 from dpkernels import sampling
+from dpkernels.accounting import Ledger
 from dpkernels.algorithms import DPSGD
 from dpkernels.sampling import Loader
 
@@ -112,9 +113,34 @@ def test_training_from_a_loader():
         expected_batch_size=3,
         sampling_rate=0.1,
     )
-    for x, y in Loader(data, sampling.poisson(30, 0.1, 40)):
+    for x, y in Loader(data, sampling.poisson(30, 0.1, 40, ledger=algorithm.ledger)):
         algorithm.step(x, y)
     assert len(algorithm.ledger) == 40
+    assert algorithm.ledger.sampling == "verified"
+    assert not algorithm.ledger.reproducible
+
+
+def test_a_ledger_knows_which_releases_had_a_batch_of_ours():
+    ledger = Ledger(0.1)
+    release = lambda: ledger.record(std=1.0, sensitivity=1.0, reproducible=False)  # noqa: E731
+    assert ledger.sampling == "verified"  # of nothing
+    for _ in sampling.poisson(30, 0.1, 3, ledger=ledger):
+        release()
+    assert ledger.sampling == "verified"
+    for _ in sampling.poisson(30, 0.1, 1, ledger=ledger):
+        release()
+        release()  # of the same batch: not an independent sample
+    assert ledger.sampling == "claimed"
+    assert "sampling rate 0.1 (claimed)" in repr(ledger)
+    other = Ledger(0.1)
+    other.load_state_dict(ledger.state_dict())
+    assert other.state_dict() == ledger.state_dict()
+    assert Ledger().sampling == "none"
+    fixed = Ledger(adjacency="replace-one", fixed_size=(30, 4))
+    for _ in sampling.fixed_size(30, 4, 2, seed=1, ledger=fixed):
+        fixed.record(std=1.0, sensitivity=1.0, reproducible=False)
+    assert fixed.sampling == "verified"
+    assert fixed.reproducible  # so were the batches
 
 
 @pytest.mark.parametrize(
@@ -126,6 +152,11 @@ def test_training_from_a_loader():
         (lambda: sampling.poisson(10, 0.5, 1, seed=-3), "seed: got -3"),
         (lambda: sampling.poisson(10, 0.5, 1, seed=2**63), "seed"),
         (lambda: sampling.fixed_size(10, 11, 1), "size: got 11, must be at most n = 10"),
+        (
+            lambda: sampling.poisson(10, 0.5, 1, ledger=Ledger(0.1)),
+            "claims sampling rate 0.1, must claim what is drawn",
+        ),
+        (lambda: sampling.fixed_size(10, 5, 1, ledger=Ledger(0.5)), "what is drawn: batches of 5 of 10"),
         (lambda: Loader(TensorDataset(torch.zeros(3)), DataLoader([1])), "batches: got a DataLoader"),
         (lambda: Loader(DataLoader([1]), sampling.poisson(1, 0.5, 1)), "got a DataLoader"),
         (lambda: Loader(TensorDataset(torch.zeros(3)), [1, 2]), "batches: got a list"),
