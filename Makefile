@@ -6,7 +6,7 @@ STAMP := $(VENV)/.stamp
 SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h') setup.py pyproject.toml
 CPP := $(shell find csrc -name '*.cpp' -o -name '*.h')
 
-.PHONY: setup dev build train test lint bench wheel clean
+.PHONY: setup dev build train test lint bench audit wheel clean
 
 setup: build
 
@@ -46,6 +46,10 @@ lint: $(STAMP)-dev
 
 bench: dev
 	$(BIN)/python -m bench
+
+audit: dev
+	$(BIN)/python -m bench soundness
+	$(BIN)/python -m bench audit
 
 wheel: dev
 	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-build-isolation --no-deps --wheel-dir dist .

@@ -1,7 +1,8 @@
 """`python -m bench [ops | training | scaling | local] [words]`: time the library against its peers; all without words.
 
 Words behind `ops` pick cases by name (pytest's -k), behind the others models. `python -m bench fashion DIRECTORY`
-trains by two algorithms on Fashion-MNIST and takes an hour.
+trains by two algorithms on Fashion-MNIST and takes an hour; `python -m bench soundness [ROWS]` hunts for a row that
+exceeds its clip bound, for minutes; `python -m bench audit` attacks what is released.
 """
 
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import fashion, local, scaling, training
+from bench import audit, fashion, local, scaling, soundness, training
 
 HERE = Path(__file__).parent
 
@@ -25,8 +26,10 @@ if __name__ == "__main__":
     if kind == "fashion":
         fashion.main(words)
         sys.exit()
+    if kind in ("soundness", "audit"):
+        sys.exit({"soundness": soundness, "audit": audit}[kind].main(words))
     if kind not in ("all", "ops", "training", "scaling", "local"):
-        sys.exit(f"bench: got {kind!r}, must be ops, training, scaling, local, fashion or nothing")
+        sys.exit(f"bench: got {kind!r}, must be ops, training, scaling, local, fashion, soundness, audit or nothing")
     status = ops(words) if kind in ("all", "ops") else 0
     if kind in ("all", "training"):
         training.main(words)

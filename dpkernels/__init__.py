@@ -10,7 +10,7 @@ Per-sample tensors in hand, one call clips, sums and noises them::
 The names below are the public API.
 """
 
-from dpkernels import accounting, checkpoint, clipping, sampling
+from dpkernels import accounting, audit, checkpoint, clipping, sampling
 from dpkernels.dense import (
     ClippedSum,
     SparseMessage,
@@ -37,6 +37,7 @@ __all__ = [
     "SparseMessage",
     "accounting",
     "add_gaussian_",
+    "audit",
     "check_independence",
     "checkpoint",
     "clamp_sum",

@@ -106,6 +106,12 @@ def test_a_rows_bits_do_not_depend_on_the_other_rows(name):
         x[keep:], y[keep:] = 0, 0
         rows.append(truth.flat(dpk.per_sample_gradients(model, loss_fn, x, y, max_bytes=0).materialize())[:3])
     assert torch.equal(*rows)
+    order = torch.tensor([3, 1, 5, 0, 4, 2])
+    whole, moved = (
+        truth.flat(dpk.per_sample_gradients(model, loss_fn, x, y, max_bytes=0).materialize())
+        for x, y in ((inputs, targets), (inputs[order], targets[order]))
+    )
+    assert torch.equal(whole[order], moved)  # nor on its place
 
 
 def test_a_size_is_needed():

@@ -1,0 +1,63 @@
+"""`python -m bench audit`, `make audit`: attack every release, and broken builds of it, with many runs.
+
+Prints the epsilon that is claimed beside what the attack proves. A sound build's bound must not exceed its claim; a
+broken build's must.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable
+
+from bench import harness
+from dpkernels import audit
+from dpkernels.columns import aligned
+from tests import broken, mechanisms
+
+OP_RUNS, ALGORITHM_RUNS, CANARIES = 30_000, 4_000, 5_000
+
+
+def told_apart(mechanism: mechanisms.Mechanism, **options: bool | int) -> audit.Finding:
+    return audit.two_neighbours(lambda: mechanism.run(False), lambda: mechanism.run(True), mechanism.claimed, **options)
+
+
+def one_run(name: str, **options: float) -> audit.Finding:
+    train, claimed = mechanisms.canaries(mechanisms.ALGORITHMS[name], **options)
+    return audit.one_run(train, claimed, canaries=CANARIES, seed=2026)
+
+
+def attacks() -> dict[str, Callable[[], audit.Finding]]:
+    found: dict[str, Callable[[], audit.Finding]] = {}
+    for name, op in mechanisms.OPS.items():
+        found[f"{name}, two neighbours"] = lambda op=op: told_apart(mechanisms.OfOp(op), runs=OP_RUNS)
+    for name, make in mechanisms.ALGORITHMS.items():
+        found[f"{name}, two neighbours"] = lambda make=make: told_apart(
+            mechanisms.OfAlgorithm(make), runs=ALGORITHM_RUNS, gaussian=True
+        )
+    return found
+
+
+def main(words: list[str]) -> int:
+    start, wrong = time.perf_counter(), 0
+    rows = [("attack", "build", "claimed", "at least", "at delta", "")]
+
+    def add(attack: str, build: str, finding: audit.Finding, expected: bool) -> None:
+        nonlocal wrong
+        print(f"  {attack}, {build}", file=sys.stderr, flush=True)
+        verdict = ("caught" if expected else "BREACH") if finding.broken else ("MISSED" if expected else "stands")
+        wrong += verdict in ("BREACH", "MISSED")
+        figures = f"{finding.claimed:.2f}", f"{finding.lower:.2f}", f"{finding.delta:g}"
+        rows.append((attack, build, *figures, verdict))
+
+    for name, attack in attacks().items():
+        for build, context in {"sound": contextlib.nullcontext, **broken.BUILDS}.items():
+            with context():
+                add(name, build, attack(), build != "sound")
+    for name in mechanisms.ALGORITHMS:
+        for rate in (1.0, 0.5, 0.1):
+            add(f"{name}, {CANARIES} canaries, rate {rate:g}", "sound", one_run(name, steps=10, rate=rate), False)
+    print("\n".join(f"{what}: {how}" for what, how in harness.machine().items()))
+    print(f"\n{aligned(rows)}\n\n{time.perf_counter() - start:.0f} s, {wrong} wrong")
+    return 1 if wrong else 0

@@ -1,0 +1,99 @@
+import math
+
+import numpy as np
+import pytest
+from scipy import stats
+
+import dpkernels as dpk
+from dpkernels import audit
+from tests import broken, mechanisms
+
+
+def told_apart(mechanism, **options):
+    return audit.two_neighbours(lambda: mechanism.run(False), lambda: mechanism.run(True), mechanism.claimed, **options)
+
+
+@pytest.mark.parametrize("secure", [False, True])
+@pytest.mark.parametrize("name", mechanisms.OPS)
+def test_every_rule_keeps_its_claim_and_not_by_far(name, secure):
+    finding = told_apart(mechanisms.OfOp(mechanisms.OPS[name], secure))
+    assert not finding.broken
+    assert finding.lower > 0.5 * finding.claimed  # the attack is a good one
+
+
+@pytest.mark.parametrize("build", broken.BUILDS)
+@pytest.mark.parametrize("name", mechanisms.OPS)
+def test_a_broken_build_of_every_rule_is_caught(name, build):
+    with broken.BUILDS[build]():
+        assert told_apart(mechanisms.OfOp(mechanisms.OPS[name])).broken
+
+
+@pytest.mark.parametrize("secure", [False, True])
+@pytest.mark.parametrize("name", mechanisms.ALGORITHMS)
+def test_every_algorithm_keeps_its_claim_and_not_by_far(name, secure):
+    finding = told_apart(mechanisms.OfAlgorithm(mechanisms.ALGORITHMS[name], secure), runs=600, gaussian=True)
+    assert not finding.broken
+    assert finding.lower > 0.5 * finding.claimed
+
+
+@pytest.mark.parametrize("build", broken.BUILDS)
+@pytest.mark.parametrize("name", mechanisms.ALGORITHMS)
+def test_a_broken_build_of_every_algorithm_is_caught(name, build):
+    with broken.BUILDS[build]():
+        assert told_apart(mechanisms.OfAlgorithm(mechanisms.ALGORITHMS[name]), runs=1200, gaussian=True).broken
+
+
+@pytest.mark.parametrize("rate", [1.0, 0.5])
+@pytest.mark.parametrize("name", mechanisms.ALGORITHMS)
+def test_one_run_with_canaries(name, rate):
+    train, claimed = mechanisms.canaries(mechanisms.ALGORITHMS[name], rate=rate)
+    finding = audit.one_run(train, claimed, canaries=1000, seed=1)
+    assert 0.3 < finding.lower < finding.claimed
+
+
+@pytest.mark.parametrize("name", mechanisms.ALGORITHMS)
+def test_one_run_catches_a_build_with_hardly_any_noise(name):
+    train, claimed = mechanisms.canaries(mechanisms.ALGORITHMS[name], multiplier=4.0)
+    with broken.noise_halved(), broken.noise_halved(), broken.noise_halved():
+        assert audit.one_run(train, claimed, canaries=1000, seed=1).broken
+
+
+@pytest.mark.parametrize("gaussian", [False, True])
+@pytest.mark.parametrize("mu", [0.5, 1.0, 2.0])
+def test_the_bound_is_below_the_truth_and_near(mu, gaussian):
+    """Of the Gaussian mechanism, whose curve is known; over many audits it is above the truth as rarely as it says."""
+    rng = np.random.default_rng(1)
+    claimed = lambda delta: dpk.accounting.epsilon(dpk.accounting.gaussian(1 / mu), delta)  # noqa: E731
+
+    def audited(claim=claimed, **options):
+        here, there = rng.standard_normal, lambda: rng.standard_normal() + mu
+        return audit.two_neighbours(here, there, claim, gaussian=gaussian, **options)
+
+    findings = [audited(runs=2000, confidence=0.95) for _ in range(60)]
+    assert sum(f.broken for f in findings) <= stats.binom.isf(1e-3, 60, 0.05)
+    large = audited(runs=50_000)
+    assert 0.7 * large.claimed < large.lower < large.claimed
+    assert audited(lambda delta: claimed(delta) * 0.7, runs=50_000).broken
+
+
+def test_one_run_on_randomised_response():
+    """Each canary's bit is told truly with probability e^eps / (1 + e^eps): epsilon is known."""
+    rng = np.random.default_rng(2)
+    for epsilon in (0.5, 1.0, 3.0):
+        true = 1 / (1 + math.exp(-epsilon))
+
+        def train(included, true=true):
+            return np.where(rng.random(len(included)) < true, included, ~included) + 1e-6 * rng.random(len(included))
+
+        finding = audit.one_run(train, lambda delta, e=epsilon: e, canaries=20_000, guesses=20_000, delta=0.0, seed=1)
+        assert 0.9 * epsilon < finding.lower < epsilon
+        assert audit.one_run(train, lambda delta, e=epsilon: 0.8 * e, canaries=20_000, guesses=20_000, delta=0.0).broken
+
+
+def test_a_finding_says_what_it_found():
+    assert "claimed 1: the claim is BROKEN" in str(audit.Finding(2.0, 1.0, 1e-5, 0.99))
+    assert "epsilon >= 0.5 at delta = 1e-05 (99.0% sure)" in str(audit.Finding(0.5, 1.0, 1e-5, 0.99))
+    with pytest.raises(ValueError, match="canaries: got 1"):
+        audit.one_run(lambda x: x, lambda d: 1.0, canaries=1)
+    with pytest.raises(ValueError, match="runs: got 2"):
+        audit.two_neighbours(lambda: 0.0, lambda: 1.0, lambda d: 1.0, runs=2)
