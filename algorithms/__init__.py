@@ -1,6 +1,9 @@
 """Differentially private training algorithms on dpkernels."""
 
+from . import federation
+from .diff2 import BVRLSGD, DIFF2, GD
 from .dp_lsgd import DPLSGD
 from .dp_sgd import DPSGD
+from .prisma import PriSMA
 
-__all__ = ["DPLSGD", "DPSGD"]
+__all__ = ["BVRLSGD", "DIFF2", "DPLSGD", "DPSGD", "GD", "PriSMA", "federation"]

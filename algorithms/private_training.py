@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Self
 
 import torch
@@ -11,12 +11,11 @@ from torch import Tensor, nn
 
 import dpkernels as dpk
 from dpkernels import checks
-from dpkernels.gradients import batch_of
 from dpkernels.members import members_of
-from dpkernels.nested import map_tensors
 from dpkernels.noise import std_for
 
 from .incremental_norms import IncrementalNorms, NormSummary
+from .micro_batches import check_size, micro_batches
 
 
 class PrivateTraining:
@@ -49,12 +48,7 @@ class PrivateTraining:
             raise ValueError("max_norm: got inf, must be finite when noise_multiplier > 0: noise is relative to it")
         if checks.number("expected_batch_size", expected_batch_size, low=0) == 0:
             raise ValueError("expected_batch_size: got 0, must be > 0")
-        if micro_batch_size is not None:
-            checks.whole("micro_batch_size", micro_batch_size, low=1, cure=" or None")
-        elif secure:
-            raise ValueError(
-                "micro_batch_size: got None, must be a number with secure=True, which runs batches of one size"
-            )
+        check_size(micro_batch_size, secure=secure)
         if max_bytes is not None:
             checks.whole("max_bytes", max_bytes, low=0, cure=" or None")
         rule = dpk.clipping.Flat(bound) if clip is None else dpk.clipping.as_rule(clip)
@@ -127,7 +121,7 @@ class PrivateTraining:
         out: Callable[[], dict[str, Tensor]],
     ) -> dict[str, Tensor]:
         """The private mean over a batch; `out` is asked for memory to put it in when all else is done."""
-        *first, (x, y, last) = self._micro_batches(inputs, targets)
+        *first, (x, y, last) = micro_batches(inputs, targets, self._micro_batch_size, filled=self.noise.secure)
         onto: dict[str, Tensor] | None = None
         for x_, y_, where in first:
             found = rows_of(x_, y_).clip_sum(self._clip, onto=onto, dtype=torch.float64, where=where)
@@ -143,23 +137,3 @@ class PrivateTraining:
     def _watch(self, norms: Tensor, where: Tensor | None) -> None:
         if self._norms is not None:
             self._norms.add(norms if where is None else norms[where])
-
-    def _micro_batches(self, inputs: Any, targets: Any) -> Iterator[tuple[Any, Any, Tensor | None]]:
-        """Parts of a batch, and which of their samples count. With secure noise all have one size, filled with zeros.
-
-        The bits of a row may depend on the shapes that a product of matrices has; so these do not depend on the data.
-        """
-        batch = batch_of(inputs, targets)
-        size = self._micro_batch_size or max(batch, 1)
-        for first in range(0, max(batch, 1), size):
-            count = min(size, batch - first)
-            missing = size - count if self.noise.secure else 0
-
-            def part(t: Tensor, first: int = first, missing: int = missing) -> Tensor:
-                if not t.dim():
-                    return t
-                own = t[first : first + size] if batch > size else t
-                return torch.cat([own, own.new_zeros(missing, *own.shape[1:])]) if missing else own
-
-            where = torch.arange(size) < count if missing else None
-            yield map_tensors(part, inputs), map_tensors(part, targets), where

@@ -36,6 +36,10 @@ def attacks() -> dict[str, Callable[[], audit.Finding]]:
         found[f"{name}, two neighbours"] = lambda make=make: told_apart(
             mechanisms.OfAlgorithm(make), runs=ALGORITHM_RUNS, gaussian=True
         )
+    for name, mechanism in mechanisms.FEDERATED.items():
+        found[f"{name}, two neighbours"] = lambda mechanism=mechanism: told_apart(
+            mechanism(), runs=ALGORITHM_RUNS, gaussian=True
+        )
     return found
 
 

@@ -150,21 +150,25 @@ def transposed(m: Matrix) -> Matrix | None:
     return Matrix(m.batch, m.width, m.height, outer=outer, dense=dense)
 
 
-def scaled(m: Matrix, scale: float) -> Matrix:
-    """scale * m."""
+def scaled(m: Matrix, scale: float | Tensor) -> Matrix:
+    """scale * m; a tensor [B] has one number for each sample. Products are rounded: they are the rows from here on."""
+
+    def times(t: Tensor, samples: slice | Tensor = slice(None)) -> Tensor:
+        return t * (scale[samples].to(t.dtype).view(-1, 1, 1) if isinstance(scale, Tensor) else scale)
+
     return replace(
         m,
-        outer=None if m.outer is None else Outer(m.outer.a, m.outer.g * scale),
-        rows=None if m.rows is None else Rows(m.rows.ids, m.rows.g * scale),
-        dense=None if m.dense is None else _scaled_dense(m.dense, scale, m.height * m.width),
+        outer=None if m.outer is None else Outer(m.outer.a, times(m.outer.g)),
+        rows=None if m.rows is None else Rows(m.rows.ids, times(m.rows.g)),
+        dense=None if m.dense is None else _scaled_dense(m.dense, times, m.height * m.width),
     )
 
 
-def _scaled_dense(dense: Dense, scale: float, elements: int) -> Dense:
+def _scaled_dense(dense: Dense, times: Callable[..., Tensor], elements: int) -> Dense:
     if not isinstance(dense, Later):
-        return Dense(dense.values * scale)
+        return Dense(times(dense.values))
     form, count = dense.form, dense.count
-    again = lambda samples: form(samples) * scale  # noqa: E731
+    again = lambda samples: times(form(samples), samples)  # noqa: E731
     squares = [torch.ops.dpkernels.row_squares([again(samples)])[:, 0] for samples in chunks(count, elements)]
     return Later(again, count, torch.cat(squares))
 

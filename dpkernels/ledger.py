@@ -14,6 +14,8 @@ from dpkernels.clipping import Adjacency, check_adjacency
 from dpkernels.events import Event
 from dpkernels.noise import host_tensor
 
+Kind = tuple[float, bool]  # noise multiplier, and whether the release was of a sample as claimed
+
 
 class BudgetError(RuntimeError):
     """The release that was refused would have spent more than the budget."""
@@ -57,26 +59,29 @@ class Ledger:
         self.reproducible = False
         self._verified = 0  # releases that had a batch of our sampler
         self._batch_waits = False  # one was drawn for the next release
-        # noise multiplier: number of releases, a tensor so that a compiled step does not depend on its value
-        self._counts: dict[float, Tensor] = {}
-        self._allowed: dict[float, int] = {}  # by multiplier: so many are within the budget, if no other is added
+        # number of releases of each kind, a tensor so that a compiled step does not depend on its value
+        self._counts: dict[Kind, Tensor] = {}
+        self._allowed: dict[Kind, int] = {}  # so many are within the budget, if no other kind is added
         self._lock = threading.Lock()
 
-    def record(self, *, std: float, sensitivity: float, reproducible: bool) -> None:
+    def record(self, *, std: float, sensitivity: float, reproducible: bool, sampled: bool = True) -> None:
         """Enter one release. `sensitivity` is the norm of one record's row, `std` that of the noise.
 
-        `reproducible` noise is private only from those who do not know its seed.
+        `reproducible` noise is private only from those who do not know its seed. `sampled=False`: a release of all
+        records, in a ledger whose other releases are of samples.
         """
         checks.number("std", std, low=0)
         checks.number("sensitivity", sensitivity, low=0, finite=False)
         # at sensitivity 0 nothing about any record is in the release
         multiplier = std / sensitivity if sensitivity > 0 else math.inf
+        kind = (multiplier, sampled)
         if torch.compiler.is_compiling():
-            self._enter(multiplier, reproducible)
-        else:
-            with self._lock:
-                self._refuse_beyond(multiplier)
-                self._enter(multiplier, reproducible)
+            self._enter(kind, reproducible)
+            return
+        with self._lock:
+            self._refuse_beyond(kind)
+            self._enter(kind, reproducible)
+            if sampled:
                 self._verified += self._batch_waits
                 self._batch_waits = False
 
@@ -102,39 +107,40 @@ class Ledger:
         """Whether it was seen: "none" is claimed, "verified" (each release had a batch of our sampler) or "claimed"."""
         if self.fixed_size is None and self.sampling_rate == 1:
             return "none"
-        return "verified" if self._verified == len(self) else "claimed"
+        sampled = sum(int(count) for (_, of_sample), count in self._counts.items() if of_sample)
+        return "verified" if self._verified == sampled else "claimed"
 
-    def _enter(self, multiplier: float, reproducible: bool) -> None:
+    def _enter(self, kind: Kind, reproducible: bool) -> None:
         if torch.compiler.is_compiling() and self.budget is not None:
             raise RuntimeError("a ledger with a budget cannot be used in a compiled step: it must be able to refuse")
-        if multiplier not in self._counts:
-            self._counts[multiplier] = host_tensor(0, torch.int64)
-        self._counts[multiplier].add_(1)
+        if kind not in self._counts:
+            self._counts[kind] = host_tensor(0, torch.int64)
+        self._counts[kind].add_(1)
         self.reproducible = self.reproducible or reproducible
 
-    def _refuse_beyond(self, multiplier: float) -> None:
+    def _refuse_beyond(self, kind: Kind) -> None:
         """Refuse a release that the budget does not allow; how many it does allow is found some at a time."""
-        if self.budget is None or math.isinf(multiplier):
+        if self.budget is None or math.isinf(kind[0]):
             return
         limit, delta = self.budget
-        count = int(self._counts.get(multiplier, 0)) + 1
-        if count <= self._allowed.get(multiplier, 0):
+        count = int(self._counts.get(kind, 0)) + 1
+        if count <= self._allowed.get(kind, 0):
             return
 
         def spent(wanted: int) -> float:
-            others = {z: int(n) for z, n in self._counts.items() if z != multiplier}
-            return events.epsilon(self._event(others | {multiplier: wanted}), delta)
+            others = {other: int(n) for other, n in self._counts.items() if other != kind}
+            return events.epsilon(self._event(others | {kind: wanted}), delta)
 
-        if multiplier == 0 or spent(count) > limit:
+        if kind[0] == 0 or spent(count) > limit:
             raise BudgetError(
                 f"release {len(self) + 1}: would spend more than the budget of epsilon = {limit:g} at delta = {delta:g}"
             )
         low, high = count, 2 * count  # low is allowed
         while spent(high) <= limit and high < 1 << 40:
             low, high = high, 2 * high
-        self._allowed = {multiplier: low}  # other multipliers' figures did not know of these
+        self._allowed = {kind: low}  # other kinds' figures did not know of these
         if low == count and high > count + 1:
-            self._allowed[multiplier] = self._bisected(spent, low, high, limit)
+            self._allowed[kind] = self._bisected(spent, low, high, limit)
 
     @staticmethod
     def _bisected(spent: Any, low: int, high: int, limit: float) -> int:
@@ -146,12 +152,14 @@ class Ledger:
     def __len__(self) -> int:
         return sum(int(count) for count in self._counts.values())
 
-    def _event(self, counts: dict[float, int]) -> Event:
+    def _event(self, counts: dict[Kind, int]) -> Event:
         found = []
-        for z, count in counts.items():
+        for (z, sampled), count in counts.items():
             if math.isinf(z) or count == 0:
                 continue
-            if self.fixed_size is not None:
+            if not sampled:
+                found.append(events.gaussian(z, count, adjacency=self.adjacency))
+            elif self.fixed_size is not None:
                 found.append(events.fixed_size_gaussian(z, *self.fixed_size, count))
             else:
                 found.append(events.poisson_gaussian(z, self.sampling_rate, count, adjacency=self.adjacency))
@@ -159,7 +167,7 @@ class Ledger:
 
     def event(self) -> Event:
         """Everything released so far."""
-        return self._event({z: int(count) for z, count in self._counts.items()})
+        return self._event({kind: int(count) for kind, count in self._counts.items()})
 
     def epsilon(self, delta: float) -> float:
         """The epsilon of everything released so far."""
@@ -173,7 +181,7 @@ class Ledger:
             "fixed_size": None if self.fixed_size is None else list(self.fixed_size),
             "reproducible": self.reproducible,
             "verified": self._verified,
-            "releases": [[z, int(count)] for z, count in self._counts.items()],
+            "releases": [[z, sampled, int(count)] for (z, sampled), count in self._counts.items()],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -186,9 +194,9 @@ class Ledger:
                 raise ValueError(
                     f"{name}: is {state[name]!r} in the saved ledger, must be {mine[name]!r} as in this one"
                 )
-        for z, count in state["releases"]:
+        for z, sampled, count in state["releases"]:
             checks.number("releases", z, low=0, finite=False)
-            self._counts[float(z)] = host_tensor(checks.whole("releases", count, low=0), torch.int64)
+            self._counts[float(z), bool(sampled)] = host_tensor(checks.whole("releases", count, low=0), torch.int64)
         self.reproducible = self.reproducible or bool(state["reproducible"])
         self._verified = checks.whole("verified", state["verified"], low=0)
 

@@ -7,7 +7,7 @@ import os
 import secrets
 import threading
 import weakref
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -15,8 +15,13 @@ from torch import Tensor
 from dpkernels import checks
 from dpkernels.reference_noise import LATTICE_BITS, lattice
 
-if TYPE_CHECKING:
-    from dpkernels.accounting import Ledger
+
+class Book(Protocol):
+    """What takes entries: a ledger, or what passes them on to several."""
+
+    def record(self, *, std: float, sensitivity: float, reproducible: bool) -> None:
+        """Enter a release, or refuse it by raising."""
+
 
 _alive: weakref.WeakSet[Gaussian] = weakref.WeakSet()
 
@@ -45,7 +50,7 @@ class Gaussian:
     PRIVACY.md.
     """
 
-    def __init__(self, std: float, seed: int | None = None, secure: bool = False, ledger: Ledger | None = None) -> None:
+    def __init__(self, std: float, seed: int | None = None, secure: bool = False, ledger: Book | None = None) -> None:
         self._std = host_tensor(checks.number("std", std, low=0), torch.float64)
         if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
             raise ValueError(f"seed: got {seed!r}, must be an integer or None")

@@ -142,6 +142,25 @@ class PerSample:
             torch.ops.dpkernels.weighted_sum_(totals, filled, rows, owner, weights.contiguous(), stream, std, scale)
         return ClippedSum(self._named(totals, dtype), self._norms(squares))
 
+    def clipped(self, max_norm: float) -> PerSample:
+        """The rows, scaled down to `max_norm` where they are longer and zero where they are not finite; NOT private.
+
+        For what is made of clipped rows. Scaling rounds, so a row may end up longer by a few parts in 2^23 (2^52 in
+        float64); clip what is made of them to have a bound.
+        """
+        bound = checks.number("max_norm", max_norm, low=0, finite=False)
+        uppers = self._squares(rounded=True)[1].sum(1)
+        keep = uppers.isfinite()
+        norm = uppers.sqrt() * (1 + (len(self._shapes) + 8) * factors.UNIT)
+        weights = torch.where(norm > bound, bound / norm, 1.0)
+        if bool((keep & (weights == 1)).all()):
+            return self
+        parts = {
+            name: [Part(p.place, factors.scaled(factors.zero_samples(p.matrix, keep), weights)) for p in parts]
+            for name, parts in self._parts.items()
+        }
+        return PerSample(self.batch_size, self._shapes, parts)
+
     def clamp_sum(self, bound: float, noise: Gaussian | None = None) -> ClippedSum:
         """Clamp each coordinate of each row to [-bound, bound], sum over samples, add noise.
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import dpkernels as dpk
-from dpkernels.algorithms import DPLSGD, DPSGD
+from dpkernels.algorithms import DIFF2, DPLSGD, DPSGD, PriSMA
 
 MULTIPLIER = 0.7  # of each of two releases
 BACKGROUND = torch.zeros(2, 3)
@@ -120,3 +120,66 @@ def canaries(make, *, steps=4, rate=1.0, multiplier=1.0):
         return model.weight.detach()[0].numpy().astype(np.float64)
 
     return train, lambda delta: ledgers[-1].epsilon(delta)
+
+
+def turning_loss(outputs, targets):
+    """Gradients are steep at 0, steep the other way elsewhere, and so are their differences; targets have the sign."""
+    return targets * (-100.0 * outputs + 1e6 / 3 * outputs**3).squeeze(1)
+
+
+class OfFederated(Mechanism):
+    """Two rounds of an algorithm with one client that has one record, whose target is 1 or replaced by -1."""
+
+    STD = 1.4
+
+    def __init__(self):
+        self._model = nn.Linear(1, 1, bias=False)
+        self._algorithms = {t: self.make([(torch.ones(1, 1), torch.tensor([t]))]) for t in (-1.0, 1.0)}
+
+    def run(self, record):
+        algorithm = self._algorithms[1.0 if record else -1.0]
+        self.ledger = dpk.accounting.Ledger(adjacency="replace-one")
+        algorithm.round, algorithm.ledgers = 0, [self.ledger]
+        for noise in self.noises(algorithm):
+            noise._unit.ledger = noise._none.ledger = self.ledger
+        with torch.no_grad():
+            self._model.weight.zero_()
+        return self.score(algorithm)
+
+
+class OfDIFF2(OfFederated):
+    def make(self, clients):
+        norms = {"gradient_norm": 1.0, "difference_norm": 1.0}
+        noises = {"gradient_noise": self.STD, "difference_noise": self.STD}
+        return DIFF2(self._model, turning_loss, clients, lr=1.0, restart_every=2, **norms, **noises, seed=1)
+
+    def noises(self, algorithm):
+        return [algorithm._noise]
+
+    def score(self, algorithm):
+        algorithm.step()
+        first, move = float(algorithm._estimate["weight"]), abs(float(self._model.weight.detach()))
+        algorithm.step()
+        return (float(algorithm._estimate["weight"]) - first) / move - first
+
+
+class OfPriSMA(OfFederated):
+    ROW = 0.2 * 1.0 + 0.8 * 0.5
+
+    def make(self, clients):
+        norms = {"momentum": 0.2, "gradient_norm": 1.0, "server_norm": None, "difference_norm": 0.5}
+        noises = {"noise": self.STD * self.ROW, "initial_noise": self.STD}
+        return PriSMA(self._model, turning_loss, clients, lr=1.0, batch_size=1, **norms, **noises, seed=1)
+
+    def noises(self, algorithm):
+        algorithm._estimates = [algorithm._zeros()]
+        return algorithm._noises
+
+    def score(self, algorithm):
+        algorithm.step()
+        first = float(algorithm._estimates[0]["weight"])
+        algorithm.step()
+        return (float(algorithm._estimates[0]["weight"]) - 0.8 * first) / self.ROW - first
+
+
+FEDERATED = {"DIFF2": OfDIFF2, "PriSMA": OfPriSMA}

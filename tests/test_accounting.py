@@ -149,7 +149,9 @@ def test_a_ledger_is_saved_in_plain_numbers_and_only_read_into_an_empty_one():
 
 def test_a_hundred_thousand_steps_are_counted_in_seconds():
     ledger = accounting.Ledger(0.001)
-    ledger.load_state_dict(accounting.Ledger(0.001).state_dict() | {"releases": [[1.0, 60_000], [1.5, 40_000]]})
+    ledger.load_state_dict(
+        accounting.Ledger(0.001).state_dict() | {"releases": [[1.0, True, 60_000], [1.5, True, 40_000]]}
+    )
     start = time.perf_counter()
     assert 0 < ledger.epsilon(1e-5) < 20
     assert time.perf_counter() - start < 30

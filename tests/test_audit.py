@@ -43,6 +43,20 @@ def test_a_broken_build_of_every_algorithm_is_caught(name, build):
         assert told_apart(mechanisms.OfAlgorithm(mechanisms.ALGORITHMS[name]), runs=1200, gaussian=True).broken
 
 
+@pytest.mark.parametrize("name", mechanisms.FEDERATED)
+def test_every_federated_algorithm_keeps_its_claim_and_not_by_far(name):
+    finding = told_apart(mechanisms.FEDERATED[name](), runs=600, gaussian=True)
+    assert not finding.broken
+    assert finding.lower > 0.5 * finding.claimed
+
+
+@pytest.mark.parametrize("build", broken.BUILDS)
+@pytest.mark.parametrize("name", mechanisms.FEDERATED)
+def test_a_broken_build_of_every_federated_algorithm_is_caught(name, build):
+    with broken.BUILDS[build]():
+        assert told_apart(mechanisms.FEDERATED[name](), runs=1200, gaussian=True).broken
+
+
 @pytest.mark.parametrize("rate", [1.0, 0.5])
 @pytest.mark.parametrize("name", mechanisms.ALGORITHMS)
 def test_one_run_with_canaries(name, rate):

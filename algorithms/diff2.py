@@ -1,0 +1,283 @@
+"""DIFF2: private gradient estimates kept up to date by private gradient differences (Murata and Suzuki, 2023)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from torch import Tensor, nn
+
+import dpkernels as dpk
+from dpkernels import checks
+from dpkernels.accounting import Event, Ledger, PublishedBound
+from dpkernels.gradients import batch_of
+from dpkernels.paper_events import Accounting
+
+from .federation import Client, check_clients, chosen, largest_epsilon, seed_of
+from .two_points import RowsOf, Sum, TwoPoints, UnitNoise
+
+
+@dataclass(frozen=True)
+class GD:
+    """One step along the estimate in each round."""
+
+
+@dataclass(frozen=True)
+class BVRLSGD:
+    """Then one client walks on: `local_steps` - 1 steps of its own, each corrected by differences on a small batch.
+
+    `batch_size` records without replacement, differences clipped to `difference_norm` (C3) times the last move, noise
+    of `noise` (sigma3) times that.
+    """
+
+    local_steps: int
+    batch_size: int
+    difference_norm: float
+    noise: float
+
+    def __post_init__(self) -> None:
+        checks.whole("local_steps", self.local_steps, low=1)
+        checks.whole("batch_size", self.batch_size, low=1)
+        checks.number("difference_norm", self.difference_norm, low=0)
+        checks.number("noise", self.noise, low=0)
+
+
+class DIFF2(TwoPoints):
+    """In each round all clients' clipped gradient differences, averaged and noised, correct the gradient estimate.
+
+    Every `restart_every`-th round starts again from clipped gradients::
+
+        d_p = mean_i clip(g_i(x), C1), v = 0             at a restart, noise of std sigma1 C1
+        d_p = mean_i clip(g_i(x) - g_i(x before), C)     otherwise, C = C2 |x - x before|, noise of std sigma2 C
+        v   = v + mean_p d_p + noise;   x = x - lr v
+
+    Args:
+        model: any module `dpk.per_sample_gradients` can record.
+        loss_fn: `loss_fn(outputs, targets)` gives one loss for each sample.
+        clients: a sequence of (inputs, targets).
+        lr: the step size.
+        restart_every: T; 1 is DP-GD.
+        gradient_norm: C1.
+        difference_norm: C2, relative to how far the weights moved.
+        gradient_noise: sigma1, of the mean, relative to C1.
+        difference_noise: sigma2, of the mean, relative to C.
+        routine: `GD()`, or `BVRLSGD(...)`.
+        micro_batch_size: the most records to run at a time; memory does not grow with a client beyond it.
+        max_bytes: memory that rows may take, see `dpk.per_sample_gradients`.
+        seed: makes noise and batches reproducible, and nothing private from whoever knows it.
+        secure: noise whose low bits are safe too, see `dpk.Gaussian`; needs `micro_batch_size`.
+        budget: (epsilon, delta); the round that would exceed it is refused.
+
+    Formal guarantee: all weights and estimates of all rounds are (epsilon(delta), delta)-DP under replace-one adjacency
+    for every record of every client. The server is trusted: it sees what clients send and adds the noise (a client adds
+    its own in its own walk). Numbers of records, clients and rounds are public.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: Callable[[Any, Any], Tensor],
+        clients: Sequence[Client],
+        *,
+        lr: float,
+        restart_every: int,
+        gradient_norm: float,
+        difference_norm: float,
+        gradient_noise: float,
+        difference_noise: float,
+        routine: GD | BVRLSGD | None = None,
+        micro_batch_size: int | None = None,
+        max_bytes: int | None = None,
+        seed: int | None = None,
+        secure: bool = False,
+        budget: tuple[float, float] | None = None,
+    ) -> None:
+        super().__init__(
+            model,
+            loss_fn,
+            clients,
+            lr=lr,
+            micro_batch_size=micro_batch_size,
+            max_bytes=max_bytes,
+            secure=secure,
+        )
+        self._restart_every = checks.whole("restart_every", restart_every, low=1)
+        self._gradient_norm = checks.number("gradient_norm", gradient_norm, low=0)
+        self._difference_norm = checks.number("difference_norm", difference_norm, low=0)
+        self._gradient_noise = checks.number("gradient_noise", gradient_noise, low=0)
+        self._difference_noise = checks.number("difference_noise", difference_noise, low=0)
+        self.routine = GD() if routine is None else routine
+        if not isinstance(self.routine, GD | BVRLSGD):
+            raise ValueError(f"routine: got {routine!r}, must be GD() or BVRLSGD(...)")
+        self._sizes = [batch_of(*client) for client in self.clients]
+        walks = self.routine if isinstance(self.routine, BVRLSGD) else None
+        if walks is not None and walks.batch_size > min(self._sizes):
+            raise ValueError(
+                f"routine: has batch_size {walks.batch_size}, must be at most the smallest client's {min(self._sizes)}"
+            )
+        if walks is None:  # a record of the smallest client moves the mean most
+            self.ledgers = [Ledger(adjacency="replace-one", budget=budget)]
+            everybody: dpk.noise.Book = self.ledgers[0]
+        else:
+            self.ledgers = [
+                Ledger(adjacency="replace-one", fixed_size=(size, walks.batch_size), budget=budget)
+                for size in self._sizes
+            ]
+            everybody = _Everybody(self.ledgers, self._sizes)
+        self._noise = UnitNoise(seed_of(seed, 0), secure, everybody)
+        self._local = [UnitNoise(seed_of(seed, 1, p), secure, ledger) for p, ledger in enumerate(self.ledgers)]
+        self._seed = seed
+        self._estimate = self._zeros()
+
+    def step(self) -> None:
+        """One round."""
+        restart = self.round % self._restart_every == 0
+        bound = self._gradient_norm if restart else self._difference_norm * self._distance()
+        sigma = self._gradient_noise if restart else self._difference_noise
+        released = self._zeros()
+        if restart or bound > 0:  # weights that did not move have no difference, and nothing to hide
+            rows_of = self._gradients(bound) if restart else self._differences(bound)
+            total, parties = self._zeros(), len(self.clients)
+            for (inputs, targets), size in zip(self.clients, self._sizes, strict=True):
+                self._add_clipped(total, rows_of, inputs, targets, 1 / (size * parties))
+            released = self._noise.noised(total, sigma * bound, bound / (min(self._sizes) * parties))
+            self.bytes_sent += 4 * self.width * parties
+        self._estimate = released if restart else _sum(self._estimate, released)
+        self._move(self._estimate, self._lr)
+        self.round += 1
+        if isinstance(self.routine, BVRLSGD):
+            self._walk(self.routine, self.round % len(self.clients))
+
+    def _gradients(self, bound: float) -> RowsOf:
+        return lambda x, y: [(self._rows_now(x, y), bound, 1.0)]
+
+    def _differences(self, bound: float) -> RowsOf:
+        return lambda x, y: [(self._rows_now(x, y) - self._rows_before(x, y), bound, 1.0)]
+
+    def _walk(self, routine: BVRLSGD, p: int) -> None:
+        """The steps 2 .. K of one client. The next round's difference is over all of them: from before the first."""
+        start = {name: t.detach().clone() for name, t in self._earlier.state_dict().items()}
+        estimate, ledger, steps = self._estimate, self.ledgers[p], routine.local_steps - 1
+        seed, first = seed_of(self._seed, 2, p), self.round * steps
+        draws = dpk.sampling.fixed_size(self._sizes[p], routine.batch_size, steps, seed, start=first, ledger=ledger)
+        for indices in draws:
+            bound = routine.difference_norm * self._distance()
+            if bound > 0:
+                x, y = (chosen(z, indices) for z in self.clients[p])
+                total = self._zeros()
+                self._add_clipped(total, self._differences(bound), x, y, 1 / routine.batch_size)
+                row_norm = bound / routine.batch_size
+                estimate = _sum(estimate, self._local[p].noised(total, routine.noise * bound, row_norm))
+            self._move(estimate, self._lr)
+        self._earlier.load_state_dict(start)
+        self.bytes_sent += 4 * self.width
+
+    def epsilon(self, delta: float, accounting: Accounting = "exact") -> float:
+        """The epsilon at `delta` of all rounds so far: the largest over clients.
+
+        `accounting="published"` is the figure of the paper's Proposition 4.1, for `GD` only.
+        """
+        if accounting == "exact":
+            return largest_epsilon(self.ledgers, delta)
+        if not isinstance(self.routine, GD):
+            raise ValueError(f"accounting: got {accounting!r}, must be 'exact' with BVRLSGD")
+        return dpk.accounting.epsilon(
+            dpk.accounting.diff2(
+                gradient_noise=self._gradient_noise,
+                difference_noise=self._difference_noise,
+                rounds=self.round,
+                restart_every=self._restart_every,
+                clients=len(self.clients),
+                smallest_client=min(self._sizes),
+                accounting=accounting,
+            ),
+            delta,
+        )
+
+    @classmethod
+    def with_budget(
+        cls,
+        model: nn.Module,
+        loss_fn: Callable[[Any, Any], Tensor],
+        clients: Sequence[Client],
+        *,
+        epsilon: float,
+        delta: float,
+        rounds: int,
+        restart_every: int,
+        split: float = 1.25,
+        **arguments: Any,
+    ) -> Self:
+        """With the smallest noise for which `rounds` rounds spend at most (epsilon, delta); a round beyond is refused.
+
+        `split` is the paper's u: 1 / u of the loss goes to restarts, the rest to differences. A `BVRLSGD` routine keeps
+        the noise it has. Other `arguments` are those of the constructor but for the two noises.
+        """
+        if checks.number("split", split, low=1) == 1 and restart_every > 1:
+            raise ValueError("split: got 1, must be > 1 unless restart_every is 1: nothing is left for differences")
+        restarts = -(-checks.whole("rounds", rounds, low=1) // checks.whole("restart_every", restart_every, low=1))
+        sizes = [batch_of(*client) for client in check_clients(clients)]
+        first = math.sqrt(split * restarts)
+        later = math.sqrt(split / (split - 1) * (rounds - restarts)) if rounds > restarts else first
+        routine = arguments.get("routine")
+
+        def event(z: float) -> Event | PublishedBound:
+            unit = z / (min(sizes) * len(sizes))
+            options: dict[str, Any] = {
+                "gradient_noise": unit * first,
+                "difference_noise": unit * later,
+                "rounds": rounds,
+                "restart_every": restart_every,
+                "clients": len(sizes),
+            }
+            if not isinstance(routine, BVRLSGD):
+                return dpk.accounting.diff2(**options, smallest_client=min(sizes))
+            return dpk.accounting.bvr_l_sgd(
+                **options,
+                records=min(sizes),
+                local_noise=routine.noise,
+                local_steps=routine.local_steps,
+                batch_size=routine.batch_size,
+                own_rounds=-(-rounds // len(sizes)),
+            )
+
+        unit = dpk.accounting.calibrate(event, epsilon, delta) / (min(sizes) * len(sizes))
+        return cls(
+            model,
+            loss_fn,
+            clients,
+            restart_every=restart_every,
+            gradient_noise=unit * first,
+            difference_noise=unit * later,
+            budget=(epsilon, delta),
+            **arguments,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Weights of two rounds, the estimate, counters and ledgers; no key. See `dpk.checkpoint`."""
+        noises = (self._noise, *self._local)
+        return {**super().state_dict(), "estimate": self._estimate, "releases": [n.releases for n in noises]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where another run was, into an algorithm made with the same arguments that has not stepped yet."""
+        super().load_state_dict(state)
+        for noise, releases in zip((self._noise, *self._local), state["releases"], strict=True):
+            noise.skip(releases)
+        self._estimate = dict(state["estimate"])
+
+
+def _sum(x: Sum, y: Sum) -> Sum:
+    return {name: t + y[name] for name, t in x.items()}
+
+
+class _Everybody:
+    """Passes a release of all clients' records on to each one's ledger; a record of a small client moves it more."""
+
+    def __init__(self, ledgers: list[Ledger], sizes: list[int]) -> None:
+        self._ledgers, self._shares = ledgers, [min(sizes) / size for size in sizes]
+
+    def record(self, *, std: float, sensitivity: float, reproducible: bool) -> None:
+        for ledger, share in zip(self._ledgers, self._shares, strict=True):
+            ledger.record(std=std, sensitivity=sensitivity * share, reproducible=reproducible, sampled=False)

@@ -1,0 +1,45 @@
+"""A batch in parts that fit into memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpkernels import checks
+from dpkernels.gradients import batch_of
+from dpkernels.nested import map_tensors
+
+
+def check_size(size: int | None, *, secure: bool) -> None:
+    """A number, or None where noise need not be secure."""
+    if size is not None:
+        checks.whole("micro_batch_size", size, low=1, cure=" or None")
+    elif secure:
+        raise ValueError("micro_batch_size: got None, must be a number with secure=True: the size all batches run in")
+
+
+def micro_batches(
+    inputs: Any, targets: Any, size: int | None, *, filled: bool
+) -> Iterator[tuple[Any, Any, Tensor | None]]:
+    """Parts of at most `size` samples, and which of these count (None for all). There is always one, if an empty one.
+
+    `filled`: all parts have that size, the last one filled up with zeros that do not count. The bits of a row may
+    depend on the shapes that a product of matrices has; so these then do not depend on the data.
+    """
+    batch = batch_of(inputs, targets)
+    size = size or max(batch, 1)
+    for first in range(0, max(batch, 1), size):
+        count = min(size, batch - first)
+        missing = size - count if filled else 0
+
+        def part(t: Tensor, first: int = first, missing: int = missing) -> Tensor:
+            if not t.dim():
+                return t
+            own = t[first : first + size] if batch > size else t
+            return torch.cat([own, own.new_zeros(missing, *own.shape[1:])]) if missing else own
+
+        where = torch.arange(size) < count if missing else None
+        yield map_tensors(part, inputs), map_tensors(part, targets), where
