@@ -16,7 +16,7 @@ from dpkernels.gradients import batch_of
 from dpkernels.paper_events import Accounting
 
 from .federation import Client, check_clients, chosen, largest_epsilon, seed_of
-from .two_points import RowsOf, Sum, TwoPoints, UnitNoise
+from .two_points import RowsOf, Sum, TwoPoints
 
 
 @dataclass(frozen=True)
@@ -126,8 +126,8 @@ class DIFF2(TwoPoints):
                 for size in self._sizes
             ]
             everybody = _Everybody(self.ledgers, self._sizes)
-        self._noise = UnitNoise(seed_of(seed, 0), secure, everybody)
-        self._local = [UnitNoise(seed_of(seed, 1, p), secure, ledger) for p, ledger in enumerate(self.ledgers)]
+        self._noise = dpk.Gaussian(1.0, seed_of(seed, 0), secure, everybody)
+        self._local = [dpk.Gaussian(1.0, seed_of(seed, 1, p), secure, ledger) for p, ledger in enumerate(self.ledgers)]
         self._seed = seed
         self._estimate = self._zeros()
 
@@ -139,10 +139,11 @@ class DIFF2(TwoPoints):
         released = self._zeros()
         if restart or bound > 0:  # weights that did not move have no difference, and nothing to hide
             rows_of = self._gradients(bound) if restart else self._differences(bound)
-            total, parties = self._zeros(), len(self.clients)
-            for (inputs, targets), size in zip(self.clients, self._sizes, strict=True):
-                self._add_clipped(total, rows_of, inputs, targets, 1 / (size * parties))
-            released = self._noise.noised(total, sigma * bound, bound / (min(self._sizes) * parties))
+            parties = len(self.clients)
+            parts = [(*client, 1 / (size * parties)) for client, size in zip(self.clients, self._sizes, strict=True)]
+            released = self._clipped_sum(rows_of, parts)
+            row_norm = bound / (min(self._sizes) * parties)
+            dpk.add_gaussian_(list(released.values()), self._noise.with_std(sigma * bound), sensitivity=row_norm)
             self.bytes_sent += 4 * self.width * parties
         self._estimate = released if restart else _sum(self._estimate, released)
         self._move(self._estimate, self._lr)
@@ -166,10 +167,10 @@ class DIFF2(TwoPoints):
             bound = routine.difference_norm * self._distance()
             if bound > 0:
                 x, y = (chosen(z, indices) for z in self.clients[p])
-                total = self._zeros()
-                self._add_clipped(total, self._differences(bound), x, y, 1 / routine.batch_size)
-                row_norm = bound / routine.batch_size
-                estimate = _sum(estimate, self._local[p].noised(total, routine.noise * bound, row_norm))
+                total = self._clipped_sum(self._differences(bound), [(x, y, 1 / routine.batch_size)])
+                noise, row_norm = self._local[p].with_std(routine.noise * bound), bound / routine.batch_size
+                dpk.add_gaussian_(list(total.values()), noise, sensitivity=row_norm)
+                estimate = _sum(estimate, total)
             self._move(estimate, self._lr)
         self._earlier.load_state_dict(start)
         self.bytes_sent += 4 * self.width

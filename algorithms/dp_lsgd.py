@@ -36,7 +36,8 @@ class DPLSGD(PrivateTraining):
         seed: makes the noise reproducible, and nothing private from whoever knows it.
         watch_norms: keep every sample's incremental norm for `incremental_norms`. NOT private.
         secure: noise whose low bits are safe too, see `dpk.Gaussian`; needs `micro_batch_size`, to which every part of
-            a batch is filled up. `noise_multiplier` then counts the roundings.
+            a batch is filled up with zeros, which the model must take. `noise_multiplier` then counts the roundings,
+            and `max_bytes` is 1 GiB unless given.
         budget: (epsilon, delta) that the step which would exceed it is refused for; see `with_budget`.
 
     With one local step it is DP-SGD with step size lr, threshold C / lr and the noise negated.

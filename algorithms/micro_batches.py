@@ -12,6 +12,8 @@ from dpkernels import checks
 from dpkernels.gradients import batch_of
 from dpkernels.nested import map_tensors
 
+SECURE_BYTES = 1 << 30  # that rows may take with secure noise, unless said otherwise
+
 
 def check_size(size: int | None, *, secure: bool) -> None:
     """A number, or None where noise need not be secure."""
@@ -26,20 +28,23 @@ def micro_batches(
 ) -> Iterator[tuple[Any, Any, Tensor | None]]:
     """Parts of at most `size` samples, and which of these count (None for all). There is always one, if an empty one.
 
-    `filled`: all parts have that size, the last one filled up with zeros that do not count. The bits of a row may
-    depend on the shapes that a product of matrices has; so these then do not depend on the data.
+    `filled`: all parts have that size and lie in memory in the same way, the last one filled up with zeros that do not
+    count. The bits of a row may depend on the shapes that a product of matrices has; these then do not depend on data.
     """
     batch = batch_of(inputs, targets)
     size = size or max(batch, 1)
     for first in range(0, max(batch, 1), size):
         count = min(size, batch - first)
-        missing = size - count if filled else 0
 
-        def part(t: Tensor, first: int = first, missing: int = missing) -> Tensor:
+        def part(t: Tensor, first: int = first) -> Tensor:
             if not t.dim():
                 return t
             own = t[first : first + size] if batch > size else t
-            return torch.cat([own, own.new_zeros(missing, *own.shape[1:])]) if missing else own
+            if not filled:
+                return own
+            whole = torch.zeros((size, *t.shape[1:]), dtype=t.dtype, device=t.device)
+            whole[: len(own)] = own
+            return whole
 
-        where = torch.arange(size) < count if missing else None
+        where = torch.arange(size) < count if filled and count < size else None
         yield map_tensors(part, inputs), map_tensors(part, targets), where

@@ -17,7 +17,7 @@ from dpkernels.gradients import batch_of
 from dpkernels.paper_events import Accounting
 
 from .federation import Client, check_clients, chosen, largest_epsilon, seed_of
-from .two_points import Sum, TwoPoints, UnitNoise
+from .two_points import Sum, TwoPoints
 
 
 class PriSMA(TwoPoints):
@@ -107,7 +107,7 @@ class PriSMA(TwoPoints):
             else Ledger(adjacency="replace-one", fixed_size=(size, batch_size), budget=budget)
             for size in self._sizes
         ]
-        self._noises = [UnitNoise(seed_of(seed, 1, i), secure, ledger) for i, ledger in enumerate(self.ledgers)]
+        self._noises = [dpk.Gaussian(1.0, seed_of(seed, 1, i), secure, ledger) for i, ledger in enumerate(self.ledgers)]
         self._seed = seed
         self._estimates = [self._zeros() for _ in self.clients]
 
@@ -124,14 +124,13 @@ class PriSMA(TwoPoints):
         """What client i sends: its estimate with noise of its own."""
         indices = self._draw(i)
         inputs, targets = (chosen(z, indices) for z in self.clients[i])
-        total, first = self._zeros(), self.round == 0
+        first, g = self.round == 0, self._momentum
         rows_of = self._first_rows if first else self._rows
-        self._add_clipped(total, rows_of, inputs, targets, 1 / self._batch_size)
-        g = self._momentum
+        sent = self._clipped_sum(rows_of, [(inputs, targets, 1 / self._batch_size)])
         row_norm = self._gradient_norm if first else g * self._gradient_norm + (1 - g) * self._difference_norm
-        std = self._initial_noise if first else self._noise
-        released = self._noises[i].noised(total, std, row_norm / self._batch_size)
-        return {name: (1 - g) * v + released[name] for name, v in self._estimates[i].items()}
+        noise = self._noises[i].with_std(self._initial_noise if first else self._noise)
+        dpk.add_gaussian_(list(sent.values()), noise, sensitivity=row_norm / self._batch_size)
+        return {name: sent[name] + (1 - g) * v for name, v in self._estimates[i].items()}
 
     def _draw(self, i: int) -> Tensor:
         """This round's batch of client i."""

@@ -15,7 +15,7 @@ from dpkernels.members import members_of
 from dpkernels.noise import std_for
 
 from .incremental_norms import IncrementalNorms, NormSummary
-from .micro_batches import check_size, micro_batches
+from .micro_batches import SECURE_BYTES, check_size, micro_batches
 
 
 class PrivateTraining:
@@ -64,7 +64,8 @@ class PrivateTraining:
         self._clip = rule
         self._expected_batch_size = float(expected_batch_size)
         self._micro_batch_size = micro_batch_size
-        self._max_bytes = max_bytes
+        # what memory happens to be free must not decide how rows are rounded
+        self._max_bytes = SECURE_BYTES if secure and max_bytes is None else max_bytes
 
     @classmethod
     def with_budget(

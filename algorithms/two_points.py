@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,11 +13,12 @@ from torch import Tensor, nn
 import dpkernels as dpk
 from dpkernels import checks
 from dpkernels.members import members_of
+from dpkernels.reference import wide_type
 
 from .federation import check_clients
-from .micro_batches import check_size, micro_batches
+from .micro_batches import SECURE_BYTES, check_size, micro_batches
 
-Sum = dict[str, Tensor]  # by parameter, in float64
+Sum = dict[str, Tensor]  # by parameter
 RowsOf = Callable[[Any, Any], list[tuple[dpk.PerSample, float, float]]]  # rows, bound, weight
 
 
@@ -49,7 +50,7 @@ class TwoPoints:
         self._earlier = copy.deepcopy(model)
         self._micro_batch_size = micro_batch_size
         self._secure = secure
-        self._max_bytes = max_bytes
+        self._max_bytes = SECURE_BYTES if secure and max_bytes is None else max_bytes
 
     @property
     def width(self) -> int:
@@ -64,30 +65,45 @@ class TwoPoints:
 
     def _move(self, estimate: Sum, scale: float) -> None:
         """Weights now become those before; then they move against the estimate."""
-        before = members_of(self._earlier).trainable
+        now, before = self._trained()
         with torch.no_grad():
-            for name, p in members_of(self.model).trainable.items():
-                before[name].copy_(p)
-                p.sub_((scale * estimate[name]).to(p.dtype))
+            torch._foreach_copy_(before, now)
+            moves = [t.to(p.dtype) for t, p in zip(estimate.values(), now, strict=True)]
+            torch._foreach_sub_(now, torch._foreach_mul(moves, scale))
 
     def _distance(self) -> float:
         """How far the weights now are from those before."""
+        now, before = self._trained()
+        with torch.no_grad():
+            norms = torch._foreach_norm(torch._foreach_sub(now, before), dtype=torch.float64)
+        return math.hypot(*(float(norm) for norm in norms))
+
+    def _trained(self) -> tuple[list[Tensor], list[Tensor]]:
+        """The parameters now, and before."""
         before = members_of(self._earlier).trainable
-        moves = [
-            (p.detach().double() - before[n].detach().double()) for n, p in members_of(self.model).trainable.items()
-        ]
-        return math.sqrt(sum(float(move.square().sum()) for move in moves))
+        now = members_of(self.model).trainable
+        return list(now.values()), [before[name] for name in now]
 
     def _zeros(self) -> Sum:
-        return {n: torch.zeros_like(p, dtype=torch.float64) for n, p in members_of(self.model).trainable.items()}
+        return {n: torch.zeros_like(p, dtype=wide_type(p.dtype)) for n, p in members_of(self.model).trainable.items()}
 
-    def _add_clipped(self, total: Sum, rows_of: RowsOf, inputs: Any, targets: Any, weight: float) -> None:
-        """total += weight * sum_i of clipped rows, in parts; nothing is kept but the sum."""
-        for x, y, where in micro_batches(inputs, targets, self._micro_batch_size, filled=self._secure):
+    def _clipped_sum(self, rows_of: RowsOf, parts: Sequence[tuple[Any, Any, float]]) -> Sum:
+        """The sum over (inputs, targets, weight) of weight * clipped rows, in micro-batches; only the sum is kept.
+
+        In float64 if there is more than one micro-batch.
+        """
+        cut = [
+            (x, y, where, weight)
+            for inputs, targets, weight in parts
+            for x, y, where in micro_batches(inputs, targets, self._micro_batch_size, filled=self._secure)
+        ]
+        dtype = torch.float64 if len(cut) > 1 or self._secure else None
+        total: Sum = {}
+        for x, y, where, weight in cut:
             for rows, bound, share in rows_of(x, y):
-                found = rows.clip_sum(bound, dtype=torch.float64, where=where).sum
-                for name, t in total.items():
-                    t.add_(found[name], alpha=weight * share)
+                found = rows.clip_sum(bound, dtype=dtype, scale=weight * share, where=where).sum
+                total = {name: t.add_(found[name]) for name, t in total.items()} if total else found
+        return total
 
     def state_dict(self) -> dict[str, Any]:
         """Weights of two rounds, counters and ledgers; no key."""
@@ -106,33 +122,3 @@ class TwoPoints:
         self.model.load_state_dict(state["model"])
         self._earlier.load_state_dict(state["earlier"])
         self.round, self.bytes_sent = int(state["round"]), int(state["bytes_sent"])
-
-
-class UnitNoise:
-    """Releases whose noise differs from one to the next, through one door: scaled to noise of std 1, and back."""
-
-    def __init__(self, seed: int | None, secure: bool, ledger: dpk.noise.Book) -> None:
-        self._unit = dpk.Gaussian(1.0, seed=seed, secure=secure, ledger=ledger)
-        self._none = dpk.Gaussian(0.0, ledger=ledger)  # what is released without noise is entered all the same
-
-    def noised(self, total: Sum, std: float, row_norm: float) -> Sum:
-        """total + N(0, std^2), where one record's row in it has at most `row_norm`; changes `total`."""
-        tensors = list(total.values())
-        if std == 0:
-            dpk.add_gaussian_(tensors, self._none, sensitivity=row_norm)
-            return total
-        for t in tensors:
-            t.div_(std)
-        dpk.add_gaussian_(tensors, self._unit, sensitivity=row_norm / std)
-        for t in tensors:
-            t.mul_(std)
-        return total
-
-    @property
-    def releases(self) -> int:
-        """How many had noise."""
-        return self._unit.releases
-
-    def skip(self, releases: int) -> None:
-        """Go on behind so many."""
-        self._unit.skip(releases)

@@ -61,11 +61,16 @@ def two_neighbours(
         confidence: that the bound is below the true epsilon, over both directions and all deltas together.
         deltas: the bound is taken at the one of these where it stands worst against the claim.
         gaussian: what is claimed is a Gaussian mechanism, or several, without sampling. The bound then uses the form
-            of its curve and needs far fewer runs; it says nothing of mechanisms that are not.
+            of its curve and needs far fewer runs; it says nothing of mechanisms that are not, and looks at one
+            direction only: scores must be larger with the record.
     """
     checks.whole("runs", runs, low=4)
     checks.number("confidence", confidence, low=0, high=1)
-    out, in_ = (np.array([f() for _ in range(runs)], dtype=np.float64) for f in (without, with_record))
+    if not deltas:
+        raise ValueError("deltas: is empty, must have at least one")
+    for delta in deltas:
+        checks.number("deltas", delta, low=0, high=1)
+    out, in_ = (_finite([f() for _ in range(runs)]) for f in (without, with_record))
     if gaussian:
         mu = max(float(_measured(in_, out, 1 - confidence, _separation)[0]), 0.0)
         curve = lambda delta: events.epsilon(events.gaussian(1 / mu), delta) if mu > 0 else 0.0  # noqa: E731
@@ -82,6 +87,14 @@ def two_neighbours(
         lower = max(0.0, *(float(found[0]) for found in both))
         findings.append(Finding(lower, claimed(delta), delta, confidence))
     return max(findings, key=lambda f: f.lower - f.claimed)
+
+
+def _finite(scores: Sequence[float]) -> np.ndarray:
+    """The scores, with the infinite ones at the ends; one that is no number would hide all others."""
+    found = np.asarray(scores, dtype=np.float64)
+    if np.isnan(found).any():
+        raise ValueError("scores: one is NaN, must be numbers: give it a value that says what it tells")
+    return np.clip(found, -1e300, 1e300)
 
 
 def _separation(least: np.ndarray, most: np.ndarray) -> np.ndarray:
@@ -135,9 +148,16 @@ def one_run(
         seed: of the coins.
     """
     m = checks.whole("canaries", canaries, low=2)
-    r = m // 5 if guesses is None else checks.whole("guesses", guesses, low=1)
+    r = max(1, m // 5) if guesses is None else checks.whole("guesses", guesses, low=1)
+    if r > m:
+        raise ValueError(f"guesses: got {r}, must be at most canaries = {m}")
+    checks.number("delta", delta, low=0, high=1)
+    checks.number("confidence", confidence, low=0, high=1)
     included = np.random.default_rng(seed).integers(0, 2, m).astype(bool)
-    order = np.argsort(np.asarray(train(included), dtype=np.float64), kind="stable")
+    scores = _finite(train(included))
+    if scores.shape != (m,):
+        raise ValueError(f"train: gave scores of shape {scores.shape}, must give {m}, one for each canary")
+    order = np.argsort(scores, kind="stable")
     out, in_ = order[: r // 2], order[m - (r - r // 2) :]
     correct = int((~included[out]).sum() + included[in_].sum())
     low, high = 0.0, 1.0

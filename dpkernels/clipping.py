@@ -48,7 +48,7 @@ class Rule(ABC):
         """The largest L2 norm of one sample's row of the sum."""
 
     def sensitivity(
-        self, adjacency: Adjacency = "add-remove", *, noise: Gaussian | None = None, width: int = 0
+        self, adjacency: Adjacency = "add-remove", *, noise: Gaussian | None = None, width: int | None = None
     ) -> float:
         """L2 sensitivity of the clipped sum.
 

@@ -59,6 +59,7 @@ class Ledger:
         self.reproducible = False
         self._verified = 0  # releases that had a batch of our sampler
         self._batch_waits = False  # one was drawn for the next release
+        self._next_batch: dict[tuple[int, int], int] = {}  # of each seed and purpose; never saved, as no seed is
         # number of releases of each kind, a tensor so that a compiled step does not depend on its value
         self._counts: dict[Kind, Tensor] = {}
         self._allowed: dict[Kind, int] = {}  # so many are within the budget, if no other kind is added
@@ -94,13 +95,27 @@ class Ledger:
             )
 
     def note_batch(
-        self, *, sampling_rate: float = 1.0, fixed_size: tuple[int, int] | None = None, reproducible: bool = False
+        self,
+        *,
+        sampling_rate: float = 1.0,
+        fixed_size: tuple[int, int] | None = None,
+        drawn: tuple[int, int, int] | None = None,
     ) -> None:
-        """Our sampler has drawn a batch as claimed: the next release is of it, and only that one."""
+        """Our sampler has drawn a batch as claimed: the next release is of it, and only that one.
+
+        `drawn`: by which seed, for which purpose and as which number. The same batch again is refused: it is no new
+        sample, and who is in it once is in all its releases.
+        """
         self.check_claim(sampling_rate=sampling_rate, fixed_size=fixed_size)
         with self._lock:
+            if drawn is not None and drawn[2] < self._next_batch.get(drawn[:2], 0):
+                raise ValueError(
+                    f"batches: number {drawn[2]} of this seed was drawn before, must be new: use another seed or start"
+                )
+            if drawn is not None:
+                self._next_batch[drawn[:2]] = drawn[2] + 1
             self._batch_waits = True
-            self.reproducible = self.reproducible or reproducible
+            self.reproducible = self.reproducible or drawn is not None
 
     @property
     def sampling(self) -> str:
@@ -108,7 +123,7 @@ class Ledger:
         if self.fixed_size is None and self.sampling_rate == 1:
             return "none"
         sampled = sum(int(count) for (_, of_sample), count in self._counts.items() if of_sample)
-        return "verified" if self._verified == sampled else "claimed"
+        return "verified" if self._verified == sampled > 0 else "claimed"
 
     def _enter(self, kind: Kind, reproducible: bool) -> None:
         if torch.compiler.is_compiling() and self.budget is not None:
@@ -198,7 +213,7 @@ class Ledger:
             checks.number("releases", z, low=0, finite=False)
             self._counts[float(z), bool(sampled)] = host_tensor(checks.whole("releases", count, low=0), torch.int64)
         self.reproducible = self.reproducible or bool(state["reproducible"])
-        self._verified = checks.whole("verified", state["verified"], low=0)
+        self._verified = checks.whole("verified", state.get("verified", 0), low=0)
 
     def __repr__(self) -> str:
         sampled = _sampled(self.sampling_rate, self.fixed_size)

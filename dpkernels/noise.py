@@ -72,6 +72,16 @@ class Gaussian:
     def _new_stream(self) -> Tensor:
         return host_tensor([*(_new_key() for _ in range(4 if self._secure else 1)), 0], torch.int64)
 
+    def with_std(self, std: float) -> Gaussian:
+        """Noise of another std from the same stream: release numbers go on from here, whichever of the two takes them.
+
+        For a plan whose noise differs from release to release. It must not be chosen by looking at private data.
+        """
+        other = Gaussian(std, secure=self.secure and std > 0, ledger=self.ledger)
+        if std > 0 or not self.secure:  # nothing is drawn at std 0, so there a stream of another kind does
+            other._stream, other._lock, other._reproducible = self._stream, self._lock, self._reproducible
+        return other
+
     @property
     def std(self) -> float:
         """The standard deviation, fixed for good: another std is another Gaussian."""
@@ -92,7 +102,7 @@ class Gaussian:
         """The step of the lattice that secure noise is rounded to; 0 for other noise."""
         return lattice(self.std) if self.secure else 0.0
 
-    def widened(self, sensitivity: float, width: int) -> float:
+    def widened(self, sensitivity: float, width: int | None) -> float:
         """The sensitivity of a sum of `width` coordinates once it has been rounded as this noise rounds it.
 
         Secure noise rounds to its lattice, which brings neighbours up to one step further apart in each coordinate. A
@@ -102,6 +112,8 @@ class Gaussian:
         """
         if not self.secure:
             return sensitivity
+        if width is None:
+            raise ValueError("width: got None, must be the number of coordinates: secure noise rounds each of them")
         return sensitivity * (1 + 2.0**-20) + self.lattice * math.sqrt(width)
 
     @property
@@ -116,7 +128,7 @@ class Gaussian:
                 raise ValueError(f"releases: got {releases}, must be at least the {self.releases} that were taken here")
             self._stream[-1] = releases
 
-    def release(self, sensitivity: float | None = None, width: int = 0) -> tuple[Tensor, Tensor]:
+    def release(self, sensitivity: float | None = None, width: int | None = None) -> tuple[Tensor, Tensor]:
         """Take the next release number: the (key, release) stream and the std, as tensors for the kernels.
 
         `sensitivity`: how far, in L2 norm, one record added or removed can move what is released, a vector of `width`
@@ -144,7 +156,7 @@ class Gaussian:
     def _after_fork(self) -> None:
         # A child that went on with its parent's key would release the parent's noise again.
         self._lock = threading.Lock()
-        self._stream = self._new_stream()
+        self._stream.copy_(self._new_stream())  # in place: others may share it
         self._reproducible = False
 
     def _refuse_copy(self, *_: object) -> NoReturn:
@@ -162,6 +174,8 @@ def std_for(noise_multiplier: float, sensitivity: float, width: int, *, secure: 
     std = noise_multiplier * sensitivity if noise_multiplier else 0.0
     if not secure:
         return std
+    if std == 0:
+        raise ValueError("secure: got True without noise, must be False: there is nothing to make secure")
     step = noise_multiplier * math.sqrt(width) * 2.0**-LATTICE_BITS  # the lattice is at most std * 2^-bits
     if step >= 0.5:
         raise ValueError(

@@ -39,7 +39,9 @@ def diff2(
 
     Published: Proposition 4.1.
     """
-    restarts, records = _restarts(rounds, restart_every), _records(clients, smallest_client)
+    restarts = _restarts(rounds, restart_every)
+    records = checks.whole("clients", clients, low=1) * checks.whole("smallest_client", smallest_client, low=1)
+    _positive(gradient_noise=gradient_noise, difference_noise=difference_noise)
     if _exact(accounting):
         parts = (gradient_noise, restarts), (difference_noise, rounds - restarts)
         return compose(*(gaussian(sigma * records, steps, adjacency="replace-one") for sigma, steps in parts))
@@ -72,7 +74,11 @@ def bvr_l_sgd(
 
     The epsilon of a run is the largest over clients: their records are different ones.
     """
-    restarts, everybody = _restarts(rounds, restart_every), _records(clients, records)
+    restarts = _restarts(rounds, restart_every)
+    everybody = checks.whole("clients", clients, low=1) * checks.whole("records", records, low=1)
+    checks.whole("local_steps", local_steps, low=1)
+    checks.whole("own_rounds", own_rounds, low=0)
+    _positive(gradient_noise=gradient_noise, difference_noise=difference_noise, local_noise=local_noise)
     return compose(
         gaussian(gradient_noise * everybody, restarts, adjacency="replace-one"),
         gaussian(difference_noise * everybody, rounds - restarts, adjacency="replace-one"),
@@ -98,6 +104,11 @@ def prisma(
     Published: Theorem 3 with Corollary 1, which is about batches of a fixed size.
     """
     row = RecursiveMomentum(gradient_norm, difference_norm, momentum).row_norm
+    _positive(gradient_norm=gradient_norm, noise=noise, initial_noise=initial_noise)
+    if row == 0:
+        raise ValueError("difference_norm: got 0 with momentum 0, must leave something to release")
+    if checks.whole("batch_size", batch_size, low=1) > checks.whole("records", records, low=1):
+        raise ValueError(f"batch_size: got {batch_size}, must be at most records = {records}")
     first, later = initial_noise * batch_size / gradient_norm, noise * batch_size / row
     checks.whole("rounds", rounds, low=1)
     if sampling not in ("poisson", "fixed-size"):
@@ -139,15 +150,21 @@ def sdm_dsgd(
     clamp: float,
     batch_size: float,
     sampling_rate: float,
-    keep_probability: float = 1.0,
+    keep_probability: float | None = None,
     order: Literal["noise-then-sparsify", "sparsify-then-noise"] = "noise-then-sparsify",
 ) -> Event:
     """SDM-DSGD, for one node: one release in each round, of as many coordinates as the mask of the round `kept`.
 
     Masks do not depend on data and are public, so the numbers are; they are rounded up to few, to be counted quickly.
-    A true (epsilon, delta), unlike the published figure (`sdm_dsgd_published`).
+    A true (epsilon, delta), unlike the published figure (`sdm_dsgd_published`). The paper's inferior order divides what
+    is kept by `keep_probability` before the noise, and so needs that.
     """
-    scale = keep_probability if order == "sparsify-then-noise" else 1.0
+    _positive(noise_std=noise_std, clamp=clamp, batch_size=batch_size)
+    scale = 1.0
+    if order == "sparsify-then-noise":
+        scale = checks.number("keep_probability", keep_probability, low=2.0**-32, high=1)
+    elif order != "noise-then-sparsify":
+        raise ValueError(f"order: got {order!r}, must be 'noise-then-sparsify' or 'sparsify-then-noise'")
     counts: dict[int, int] = {}
     for number in kept:
         rounded = _rounded_up(checks.whole("kept", number, low=0))
@@ -171,11 +188,13 @@ def sdm_dsgd_published(
     rounds: int,
 ) -> PublishedBound:
     """The figure of SDM-DSGD's Theorem 1 for a node of `records`, gradients of `width` coordinates up to `clamp`."""
-    bound = clamp * math.sqrt(width)
+    _positive(noise_std=noise_std, clamp=clamp)
+    checks.number("keep_probability", keep_probability, low=2.0**-32, high=1)
+    bound = clamp * math.sqrt(checks.whole("width", width, low=1)) / checks.whole("records", records, low=1)
 
     def enough(epsilon: float, delta: float) -> bool:
         alpha = 2 * math.log(1 / delta) / epsilon + 1
-        moved = sampling_rate * bound / (records * noise_std)
+        moved = sampling_rate * bound / noise_std
         return 4 * alpha * keep_probability * rounds * moved**2 <= epsilon / 2
 
     return PublishedBound(
@@ -194,8 +213,10 @@ def _restarts(rounds: int, restart_every: int) -> int:
     return -(-checks.whole("rounds", rounds, low=0) // checks.whole("restart_every", restart_every, low=1))
 
 
-def _records(clients: int, each: int) -> int:
-    return checks.whole("clients", clients, low=1) * checks.whole("records", each, low=1)
+def _positive(**numbers: float) -> None:
+    for name, value in numbers.items():
+        if checks.number(name, value, low=0) == 0:
+            raise ValueError(f"{name}: got 0, must be > 0")
 
 
 def _rounded_up(number: int) -> int:

@@ -106,6 +106,10 @@ class PerSample:
         self._check_sums(onto)
         if noise is not None:
             check_noise(noise)
+        if where is not None and not (
+            isinstance(where, Tensor) and where.dtype == torch.bool and where.shape == (self.batch_size,)
+        ):
+            raise ValueError(f"where: got {where!r:.60}, must be a bool tensor of shape ({self.batch_size},)")
         scale = checks.number("scale", scale, low=-math.inf)
         exact = onto is not None or dtype == torch.float64 or (noise is not None and noise.secure)
         squares, uppers = self._squares(rounded=not exact)

@@ -74,7 +74,8 @@ class Batches(ABC):
         for step in range(self.start, self.start + self.steps):
             indices = torch.from_numpy(self._draw(_words(self.seed, self._purpose, step)))
             if self._ledger is not None:
-                self._ledger.note_batch(**self._claim, reproducible=self.reproducible)
+                drawn = None if self.seed is None else (self.seed, self._purpose, step)
+                self._ledger.note_batch(**self._claim, drawn=drawn)
             yield indices
 
     @property

@@ -141,7 +141,7 @@ class OfFederated(Mechanism):
         self.ledger = dpk.accounting.Ledger(adjacency="replace-one")
         algorithm.round, algorithm.ledgers = 0, [self.ledger]
         for noise in self.noises(algorithm):
-            noise._unit.ledger = noise._none.ledger = self.ledger
+            noise.ledger = self.ledger
         with torch.no_grad():
             self._model.weight.zero_()
         return self.score(algorithm)

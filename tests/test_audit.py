@@ -104,6 +104,39 @@ def test_one_run_on_randomised_response():
         assert audit.one_run(train, lambda delta, e=epsilon: 0.8 * e, canaries=20_000, guesses=20_000, delta=0.0).broken
 
 
+def test_scores_that_are_not_finite_do_not_hide_a_break():
+    claimed = lambda delta: 1.0  # noqa: E731
+    assert audit.two_neighbours(lambda: -math.inf, lambda: math.inf, claimed, runs=2000).broken
+    with pytest.raises(ValueError, match="scores: one is NaN"):
+        audit.two_neighbours(lambda: 0.0, lambda: math.nan, claimed, runs=100)
+
+
+def test_delta_costs_confidence():
+    """Of 100 guesses for 10,000 canaries all are right: with a chance of 1e-3 for each to fail that proves less."""
+    chance = lambda delta: audit._chance(10_000, 100, 100, 3.0, delta)  # noqa: E731
+    assert chance(0.0) == pytest.approx((1 / (1 + math.exp(-3))) ** 100)
+    every = [stats.binom.pmf(np.arange(100 - i, 100), 100, 1 / (1 + math.exp(-3))).sum() / i for i in range(1, 101)]
+    assert chance(1e-6) == pytest.approx(chance(0.0) + 2 * 10_000 * 1e-6 * max(every))
+    assert chance(1e-3) > 0.5
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"guesses": 11}, "guesses: got 11, must be at most canaries = 10"),
+        ({"delta": -1.0}, "delta: got -1.0"),
+        ({"confidence": -1.0}, "confidence: got -1.0"),
+    ],
+)
+def test_mistakes_are_named(options, words):
+    with pytest.raises(ValueError, match=words):
+        audit.one_run(lambda included: included, lambda d: 1.0, canaries=10, **options)
+    with pytest.raises(ValueError, match="train: gave scores of shape"):
+        audit.one_run(lambda included: [1.0], lambda d: 1.0, canaries=10)
+    with pytest.raises(ValueError, match="deltas: is empty"):
+        audit.two_neighbours(lambda: 0.0, lambda: 1.0, lambda d: 1.0, deltas=())
+
+
 def test_a_finding_says_what_it_found():
     assert "claimed 1: the claim is BROKEN" in str(audit.Finding(2.0, 1.0, 1e-5, 0.99))
     assert "epsilon >= 0.5 at delta = 1e-05 (99.0% sure)" in str(audit.Finding(0.5, 1.0, 1e-5, 0.99))

@@ -141,6 +141,20 @@ def test_threads_take_different_release_numbers():
     assert sorted(taken) == list(range(1600))
 
 
+def test_another_std_goes_on_with_the_same_stream():
+    noise = dpk.Gaussian(1.0, seed=1)
+    double = noise.with_std(2.0)
+    first, second, third = (dpk.add_gaussian_(torch.zeros(100), n) for n in (noise, double, noise))
+    one = dpk.Gaussian(1.0, seed=1)
+    expected = [dpk.add_gaussian_(torch.zeros(100), one) for _ in range(3)]
+    torch.testing.assert_close(torch.stack([first, second / 2, third]), torch.stack(expected))
+    assert (noise.releases, double.releases, double.std, double.reproducible) == (3, 3, 2.0, True)
+    secure = dpk.Gaussian(1.0, secure=True)
+    assert torch.equal(secure.with_std(3.0).release()[0][:4], secure.release()[0][:4])
+    assert secure.releases == 2
+    assert dpk.add_gaussian_(torch.zeros(5), secure.with_std(0.0)).eq(0).all()
+
+
 def test_it_cannot_be_copied():
     noise = dpk.Gaussian(1.0, seed=1)
     for duplicate in (copy.copy, copy.deepcopy, pickle.dumps):
@@ -149,8 +163,9 @@ def test_it_cannot_be_copied():
 
 
 @pytest.mark.filterwarnings("ignore:This process")
-def test_a_forked_child_does_not_repeat_its_parents_noise():
-    noise = dpk.Gaussian(1.0, seed=1)
+@pytest.mark.parametrize("options", [{"seed": 1}, {}, {"secure": True}])
+def test_a_forked_child_does_not_repeat_its_parents_noise(options):
+    noise = dpk.Gaussian(1.0, **options).with_std(2.0)
     read, write = os.pipe()
     child = os.fork()
     if child == 0:

@@ -8,6 +8,7 @@ from opacus.accountants import PRVAccountant
 from dpkernels import accounting
 
 DELTA = 1e-5
+SDM = {"noise_std": 1.0, "clamp": 5.0, "sampling_rate": 0.05}
 pytestmark = pytest.mark.filterwarnings("ignore:Proposition 4.1", "ignore:Theorem 3")
 
 
@@ -56,6 +57,43 @@ def test_the_local_routine_costs_more_and_the_smallest_client_most():
     assert server < small
 
 
+def test_events_are_those_made_by_hand():
+    """Each multiplier is the noise over what one record's row has; the accountant doubles it under replace-one."""
+    event = accounting.prisma(
+        noise=0.3,
+        initial_noise=0.8,
+        rounds=7,
+        gradient_norm=2.0,
+        difference_norm=0.5,
+        momentum=0.2,
+        batch_size=10,
+        records=100,
+    )
+    row = 0.2 * 2.0 + 0.8 * 0.5
+    assert [(e.noise_multiplier, e.steps, e.rate) for e in event.releases] == [
+        (pytest.approx(0.8 * 10 / 2.0), 1, 0.1),
+        (pytest.approx(0.3 * 10 / row), 6, 0.1),
+    ]
+    assert event.adjacency == "replace-one"
+    walk = accounting.bvr_l_sgd(
+        gradient_noise=0.1,
+        difference_noise=0.2,
+        rounds=10,
+        restart_every=4,
+        clients=3,
+        records=50,
+        local_noise=0.7,
+        local_steps=5,
+        batch_size=6,
+        own_rounds=2,
+    )
+    assert [(e.noise_multiplier, e.steps, e.sampling, e.records, e.size) for e in walk.releases] == [
+        (pytest.approx(0.1 * 150), 3, "full", 0, 0),
+        (pytest.approx(0.2 * 150), 7, "full", 0, 0),
+        (pytest.approx(0.7 * 6), 8, "fixed-size", 50, 6),
+    ]
+
+
 def prisma(noise, **options):
     return accounting.prisma(
         noise=noise * 0.1,  # so that both releases have the same multiplier
@@ -100,7 +138,23 @@ def test_published_bounds_say_what_is_wrong_with_them():
         prisma(1.0, sampling="all")
 
 
-SDM = {"noise_std": 1.0, "clamp": 5.0, "sampling_rate": 0.05}
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: accounting.sdm_dsgd([5], **SDM, batch_size=9, order="sparsify_then_noise"), "order: got"),
+        (
+            lambda: accounting.sdm_dsgd([5], **SDM, batch_size=9, order="sparsify-then-noise"),
+            "keep_probability: got None",
+        ),
+        (lambda: accounting.sdm_dsgd([5], **SDM | {"clamp": 0.0}, batch_size=9), "clamp: got 0, must be > 0"),
+        (lambda: accounting.sdm_dsgd([5], **SDM | {"noise_std": -1.0}, batch_size=9), "noise_std: got -1.0"),
+        (lambda: diff2(-1.0), "gradient_noise: got -1.0"),
+        (lambda: diff2(1.0, smallest_client=0), "smallest_client: got 0"),
+    ],
+)
+def test_mistakes_are_named(call, words):
+    with pytest.raises(ValueError, match=words):
+        call()
 
 
 def test_sdm_dsgd_counts_the_coordinates_that_were_kept():

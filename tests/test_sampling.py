@@ -123,7 +123,7 @@ def test_training_from_a_loader():
 def test_a_ledger_knows_which_releases_had_a_batch_of_ours():
     ledger = Ledger(0.1)
     release = lambda: ledger.record(std=1.0, sensitivity=1.0, reproducible=False)  # noqa: E731
-    assert ledger.sampling == "verified"  # of nothing
+    assert ledger.sampling == "claimed"
     for _ in sampling.poisson(30, 0.1, 3, ledger=ledger):
         release()
     assert ledger.sampling == "verified"
@@ -141,6 +141,19 @@ def test_a_ledger_knows_which_releases_had_a_batch_of_ours():
         fixed.record(std=1.0, sensitivity=1.0, reproducible=False)
     assert fixed.sampling == "verified"
     assert fixed.reproducible  # so were the batches
+
+
+def test_a_batch_that_was_drawn_before_is_refused():
+    """Who is in it is in all its releases: at rate 0.1 that is no amplification but ten times less."""
+    ledger = Ledger(0.1)
+    batches = sampling.poisson(30, 0.1, 3, seed=5, ledger=ledger)
+    list(batches)
+    with pytest.raises(ValueError, match="batches: number 0 of this seed was drawn before"):
+        list(batches)
+    list(sampling.poisson(30, 0.1, 3, seed=5, start=3, ledger=ledger))
+    list(sampling.poisson(30, 0.1, 3, seed=6, ledger=ledger))
+    unseeded = sampling.poisson(30, 0.1, 3, ledger=ledger)
+    assert [b.tolist() for b in unseeded] != [b.tolist() for b in unseeded]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,9 @@ import torch
 
 import dpkernels as dpk
 from dpkernels.algorithms import DPLSGD, DPSGD
+from dpkernels.algorithms.micro_batches import micro_batches
 from dpkernels.algorithms.private_training import PrivateTraining
+from dpkernels.per_sample import PerSample
 from tests import models, truth
 from tests.test_dp_sgd import batches_of
 
@@ -114,7 +116,56 @@ def test_a_rows_bits_do_not_depend_on_the_other_rows(name):
     assert torch.equal(whole[order], moved)  # nor on its place
 
 
+@pytest.mark.parametrize("name", ["cnn", "gpt"])
+def test_a_walks_bits_do_not_depend_on_the_other_rows(name):
+    torch.manual_seed(0)
+    model, loss_fn, inputs, targets = models.ZOO[name]()
+    rows = []
+    for keep in (5, 3):
+        x, y = inputs.clone(), targets.clone()
+        x[keep:], y[keep:] = 0, 0
+        found = dpk.local_updates(model, loss_fn, x, y, steps=3, lr=0.1, max_bytes=1 << 30)
+        rows.append(truth.flat(found.materialize())[:3])
+    assert torch.equal(*rows)
+
+
+def test_one_record_less_changes_no_other_row_however_inputs_lie_in_memory():
+    """Kernels round differently for channels that lie last; a part that is filled up must not lie otherwise."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 16, 3),
+        torch.nn.ReLU(),
+        torch.nn.Conv2d(16, 8, 3),
+        torch.nn.Flatten(),
+        torch.nn.Linear(128, 3),
+    )
+    x = torch.randn(16, 3, 8, 8).to(memory_format=torch.channels_last)
+    y = torch.randint(0, 3, (16,))
+    parts = [next(micro_batches(x[:n], y[:n], 16, filled=True)) for n in (16, 15)]
+    assert [part[0].stride() for part in parts] == [(192, 64, 8, 1)] * 2
+    rows = [truth.flat(dpk.per_sample_gradients(model, truth.cross_entropy, a, b).materialize()) for a, b, _ in parts]
+    assert torch.equal(rows[0][:15], rows[1][:15])
+    assert parts[0][2] is None
+    assert parts[1][2].tolist() == [True] * 15 + [False]
+
+
+def test_sums_are_double_precision(monkeypatch):
+    """Factors of a linear layer too, which otherwise are one product in single precision."""
+    model, x, y = torch.nn.Linear(50, 40), torch.randn(30, 50), torch.randint(0, 40, (30,))
+    rows = dpk.per_sample_gradients(model, truth.cross_entropy, x, y)
+    seen = []
+    product = PerSample._product
+    monkeypatch.setattr(PerSample, "_product", lambda *a, **k: seen.append("single") or product(*a, **k))
+    rows.clip_sum(1.0, dpk.Gaussian(1.0, secure=True))
+    assert seen == []
+    rows.clip_sum(1.0, dpk.Gaussian(1.0))
+    assert seen
+
+
 def test_a_size_is_needed():
     model, loss_fn, _ = batches_of("cnn", [])
     with pytest.raises(ValueError, match="micro_batch_size: got None, must be a number with secure=True"):
         dp_sgd(model, loss_fn, max_norm=1.0, noise_multiplier=1.0, expected_batch_size=6.0, secure=True)
+    options = {"max_norm": 1.0, "noise_multiplier": 0.0, "expected_batch_size": 6.0, "micro_batch_size": 4}
+    with pytest.raises(ValueError, match="secure: got True without noise"):
+        dp_sgd(model, loss_fn, **options, secure=True)
