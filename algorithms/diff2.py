@@ -15,8 +15,8 @@ from dpkernels.accounting import Event, Ledger, PublishedBound
 from dpkernels.gradients import batch_of
 from dpkernels.paper_events import Accounting
 
-from .federation import Client, check_clients, chosen, largest_epsilon, seed_of
-from .two_points import RowsOf, Sum, TwoPoints
+from .federation import Client, check_clients, chosen, joined, largest_epsilon, seed_of
+from .two_points import RowsOf, TwoPoints
 
 
 @dataclass(frozen=True)
@@ -129,6 +129,7 @@ class DIFF2(TwoPoints):
         self._noise = dpk.Gaussian(1.0, seed_of(seed, 0), secure, everybody)
         self._local = [dpk.Gaussian(1.0, seed_of(seed, 1, p), secure, ledger) for p, ledger in enumerate(self.ledgers)]
         self._seed = seed
+        self._by_size = _merged(self.clients, self._sizes)
         self._estimate = self._zeros()
 
     def step(self) -> None:
@@ -136,16 +137,16 @@ class DIFF2(TwoPoints):
         restart = self.round % self._restart_every == 0
         bound = self._gradient_norm if restart else self._difference_norm * self._distance()
         sigma = self._gradient_noise if restart else self._difference_noise
-        released = self._zeros()
         if restart or bound > 0:  # weights that did not move have no difference, and nothing to hide
             rows_of = self._gradients(bound) if restart else self._differences(bound)
             parties = len(self.clients)
-            parts = [(*client, 1 / (size * parties)) for client, size in zip(self.clients, self._sizes, strict=True)]
+            parts = [(*alike, 1 / (size * parties)) for size, alike in self._by_size.items()]
             released = self._clipped_sum(rows_of, parts)
             row_norm = bound / (min(self._sizes) * parties)
             dpk.add_gaussian_(list(released.values()), self._noise.with_std(sigma * bound), sensitivity=row_norm)
             self.bytes_sent += 4 * self.width * parties
-        self._estimate = released if restart else _sum(self._estimate, released)
+            for name, t in self._estimate.items():
+                t.copy_(released[name]) if restart else t.add_(released[name])
         self._move(self._estimate, self._lr)
         self.round += 1
         if isinstance(self.routine, BVRLSGD):
@@ -160,7 +161,8 @@ class DIFF2(TwoPoints):
     def _walk(self, routine: BVRLSGD, p: int) -> None:
         """The steps 2 .. K of one client. The next round's difference is over all of them: from before the first."""
         start = {name: t.detach().clone() for name, t in self._earlier.state_dict().items()}
-        estimate, ledger, steps = self._estimate, self.ledgers[p], routine.local_steps - 1
+        estimate = {name: t.clone() for name, t in self._estimate.items()}
+        ledger, steps = self.ledgers[p], routine.local_steps - 1
         seed, first = seed_of(self._seed, 2, p), self.round * steps
         draws = dpk.sampling.fixed_size(self._sizes[p], routine.batch_size, steps, seed, start=first, ledger=ledger)
         for indices in draws:
@@ -170,7 +172,8 @@ class DIFF2(TwoPoints):
                 total = self._clipped_sum(self._differences(bound), [(x, y, 1 / routine.batch_size)])
                 noise, row_norm = self._local[p].with_std(routine.noise * bound), bound / routine.batch_size
                 dpk.add_gaussian_(list(total.values()), noise, sensitivity=row_norm)
-                estimate = _sum(estimate, total)
+                for name, t in estimate.items():
+                    t.add_(total[name])
             self._move(estimate, self._lr)
         self._earlier.load_state_dict(start)
         self.bytes_sent += 4 * self.width
@@ -266,11 +269,16 @@ class DIFF2(TwoPoints):
         super().load_state_dict(state)
         for noise, releases in zip((self._noise, *self._local), state["releases"], strict=True):
             noise.skip(releases)
-        self._estimate = dict(state["estimate"])
+        for name, t in self._estimate.items():
+            t.copy_(state["estimate"][name])
 
 
-def _sum(x: Sum, y: Sum) -> Sum:
-    return {name: t + y[name] for name, t in x.items()}
+def _merged(clients: list[Client], sizes: list[int]) -> dict[int, Client]:
+    """Clients of one size as one: their records have the same weight in the mean."""
+    alike: dict[int, list[Client]] = {}
+    for client, size in zip(clients, sizes, strict=True):
+        alike.setdefault(size, []).append(client)
+    return {size: (joined([c[0] for c in found]), joined([c[1] for c in found])) for size, found in alike.items()}
 
 
 class _Everybody:

@@ -19,7 +19,7 @@ import dpkernels as dpk
 from dpkernels import checks
 from dpkernels.accounting import Ledger
 from dpkernels.gradients import batch_of
-from dpkernels.nested import map_tensors
+from dpkernels.nested import flat_tensors, map_tensors
 
 Client = tuple[Any, Any]  # inputs and targets
 
@@ -39,6 +39,15 @@ def check_clients(clients: object) -> list[Client]:
 def chosen(x: Any, indices: Tensor) -> Any:
     """These records of inputs or targets."""
     return map_tensors(lambda t: t[indices] if t.dim() else t, x)
+
+
+def joined(parts: Sequence[Any]) -> Any:
+    """The records of several clients' inputs or targets, which have the same structure, one after the other."""
+    if len(parts) == 1:
+        return parts[0]
+    tensors = [flat_tensors(part) for part in parts]
+    columns = iter([torch.cat(c) if c[0].dim() else c[0] for c in zip(*tensors, strict=True)])
+    return map_tensors(lambda _: next(columns), parts[0])
 
 
 def seed_of(seed: int | None, *place: int) -> int | None:

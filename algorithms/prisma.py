@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Self
 
-import torch
 from torch import Tensor, nn
 
 import dpkernels as dpk
@@ -17,7 +16,7 @@ from dpkernels.gradients import batch_of
 from dpkernels.paper_events import Accounting
 
 from .federation import Client, check_clients, chosen, largest_epsilon, seed_of
-from .two_points import Sum, TwoPoints
+from .two_points import TwoPoints
 
 
 class PriSMA(TwoPoints):
@@ -113,15 +112,21 @@ class PriSMA(TwoPoints):
 
     def step(self) -> None:
         """One round."""
-        self._estimates = [self._client_step(i) for i in range(len(self.clients))]
+        for i in range(len(self.clients)):
+            self._client_step(i)
         self.bytes_sent += 4 * self.width * len(self.clients)
-        mean = {name: torch.stack([v[name] for v in self._estimates]).mean(0) for name in self._estimates[0]}
-        norm = math.sqrt(sum(float(t.square().sum()) for t in mean.values()))
+        mean = self._spare[0]
+        for name, t in mean.items():
+            t.copy_(self._estimates[0][name])
+            for v in self._estimates[1:]:
+                t.add_(v[name])
+            t.div_(len(self.clients))
+        norm = math.hypot(*(float(t.norm()) for t in mean.values()))
         self._move(mean, self._lr * (self._server_norm / norm if norm > self._server_norm else 1.0))
         self.round += 1
 
-    def _client_step(self, i: int) -> Sum:
-        """What client i sends: its estimate with noise of its own."""
+    def _client_step(self, i: int) -> None:
+        """Client i's estimate, which it sends, gets its correction with noise of its own."""
         indices = self._draw(i)
         inputs, targets = (chosen(z, indices) for z in self.clients[i])
         first, g = self.round == 0, self._momentum
@@ -130,7 +135,8 @@ class PriSMA(TwoPoints):
         row_norm = self._gradient_norm if first else g * self._gradient_norm + (1 - g) * self._difference_norm
         noise = self._noises[i].with_std(self._initial_noise if first else self._noise)
         dpk.add_gaussian_(list(sent.values()), noise, sensitivity=row_norm / self._batch_size)
-        return {name: sent[name] + (1 - g) * v for name, v in self._estimates[i].items()}
+        for name, v in self._estimates[i].items():
+            v.mul_(1 - g).add_(sent[name])
 
     def _draw(self, i: int) -> Tensor:
         """This round's batch of client i."""
@@ -249,7 +255,9 @@ class PriSMA(TwoPoints):
         super().load_state_dict(state)
         for noise, releases in zip(self._noises, state["releases"], strict=True):
             noise.skip(releases)
-        self._estimates = [dict(v) for v in state["estimates"]]
+        for v, saved in zip(self._estimates, state["estimates"], strict=True):
+            for name, t in v.items():
+                t.copy_(saved[name])
 
 
 def _check_momentum(momentum: float) -> float:

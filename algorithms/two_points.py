@@ -48,6 +48,7 @@ class TwoPoints:
         self.bytes_sent = 0
         self._lr = checks.number("lr", lr, low=0)
         self._earlier = copy.deepcopy(model)
+        self._spare = [self._zeros() for _ in range(2)]  # memory for sums, which nobody sees before the noise is in
         self._micro_batch_size = micro_batch_size
         self._secure = secure
         self._max_bytes = SECURE_BYTES if secure and max_bytes is None else max_bytes
@@ -69,13 +70,15 @@ class TwoPoints:
         with torch.no_grad():
             torch._foreach_copy_(before, now)
             moves = [t.to(p.dtype) for t, p in zip(estimate.values(), now, strict=True)]
-            torch._foreach_sub_(now, torch._foreach_mul(moves, scale))
+            torch._foreach_sub_(now, moves, alpha=scale)
 
     def _distance(self) -> float:
         """How far the weights now are from those before."""
         now, before = self._trained()
         with torch.no_grad():
-            norms = torch._foreach_norm(torch._foreach_sub(now, before), dtype=torch.float64)
+            for p, q, out in zip(now, before, self._spare[0].values(), strict=True):
+                torch.sub(p, q, out=out)
+            norms = torch._foreach_norm(list(self._spare[0].values()), dtype=torch.float64)
         return math.hypot(*(float(norm) for norm in norms))
 
     def _trained(self) -> tuple[list[Tensor], list[Tensor]]:
@@ -90,7 +93,7 @@ class TwoPoints:
     def _clipped_sum(self, rows_of: RowsOf, parts: Sequence[tuple[Any, Any, float]]) -> Sum:
         """The sum over (inputs, targets, weight) of weight * clipped rows, in micro-batches; only the sum is kept.
 
-        In float64 if there is more than one micro-batch.
+        In float64 if there is more than one micro-batch. It may lie in memory that the next sum uses again.
         """
         cut = [
             (x, y, where, weight)
@@ -98,10 +101,11 @@ class TwoPoints:
             for x, y, where in micro_batches(inputs, targets, self._micro_batch_size, filled=self._secure)
         ]
         dtype = torch.float64 if len(cut) > 1 or self._secure else None
+        memory: list[Any] = self._spare if len(cut) == 1 else [None, None]
         total: Sum = {}
         for x, y, where, weight in cut:
-            for rows, bound, share in rows_of(x, y):
-                found = rows.clip_sum(bound, dtype=dtype, scale=weight * share, where=where).sum
+            for (rows, bound, share), out in zip(rows_of(x, y), memory, strict=False):
+                found = rows.clip_sum(bound, dtype=dtype, scale=weight * share, where=where, out=out).sum
                 total = {name: t.add_(found[name]) for name, t in total.items()} if total else found
         return total
 

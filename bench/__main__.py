@@ -1,8 +1,8 @@
-"""`python -m bench [ops | training | scaling | local] [words]`: time the library against its peers; all without words.
+"""`python -m bench [ops | training | scaling | local | differences] [words]`: time the library against its peers.
 
-Words behind `ops` pick cases by name (pytest's -k), behind the others models. `python -m bench fashion DIRECTORY`
-trains by two algorithms on Fashion-MNIST and takes an hour; `python -m bench soundness [ROWS]` hunts for a row that
-exceeds its clip bound, for minutes; `python -m bench audit` attacks what is released.
+All of them without words. Words behind `ops` pick cases by name (pytest's -k), behind the others models.
+`python -m bench fashion DIRECTORY` trains by two algorithms on Fashion-MNIST and takes an hour; `bench soundness
+[ROWS]` hunts for a row that exceeds its clip bound, for minutes; `python -m bench audit` attacks what is released.
 """
 
 import sys
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import audit, fashion, local, scaling, soundness, training
+from bench import audit, differences, fashion, local, scaling, soundness, training
 
 HERE = Path(__file__).parent
 
@@ -28,8 +28,9 @@ if __name__ == "__main__":
         sys.exit()
     if kind in ("soundness", "audit"):
         sys.exit({"soundness": soundness, "audit": audit}[kind].main(words))
-    if kind not in ("all", "ops", "training", "scaling", "local"):
-        sys.exit(f"bench: got {kind!r}, must be ops, training, scaling, local, fashion, soundness, audit or nothing")
+    timed = ("all", "ops", "training", "scaling", "local", "differences")
+    if kind not in timed:
+        sys.exit(f"bench: got {kind!r}, must be one of {', '.join(timed)}, fashion, soundness, audit")
     status = ops(words) if kind in ("all", "ops") else 0
     if kind in ("all", "training"):
         training.main(words)
@@ -37,4 +38,6 @@ if __name__ == "__main__":
         scaling.main()
     if kind in ("all", "local"):
         local.main(words)
+    if kind in ("all", "differences"):
+        differences.main(words)
     sys.exit(status)

@@ -191,8 +191,22 @@ def difference(x: Matrix, y: Matrix) -> Matrix:
         rows = [Rows(x.rows.ids, at_least_float(x.rows.g) - at_least_float(y.rows.g))]
     else:
         rows = [t for t in (x.rows, scaled(y, -1).rows) if t is not None]
-    dense = [t for t in (x.dense, scaled(y, -1).dense) if t is not None]
+    if x.dense is not None and y.dense is not None:
+        dense: list[Term] = [_dense_difference(x.dense, y.dense, x.batch, x.height * x.width)]
+    else:
+        dense = [t for t in (x.dense, scaled(y, -1).dense) if t is not None]
     return merge(x.batch, x.height, x.width, [*outers, *rows, *dense])
+
+
+def _dense_difference(x: Dense, y: Dense, batch: int, elements: int) -> Dense:
+    """In memory that is kept from step to step, where there is such."""
+    first, other = (at_least_float(d.of(slice(0, 0))) for d in (x, y))
+    dtype = torch.promote_types(first.dtype, other.dtype)
+    size = (batch, *first.shape[1:])
+    out = torch.ops.dpkernels.unfilled(first, size) if dtype == torch.float32 else first.new_empty(size, dtype=dtype)
+    for samples in chunks(batch, elements):
+        torch.sub(at_least_float(x.of(samples)), at_least_float(y.of(samples)), out=out[samples])
+    return Dense(out)
 
 
 def zero_samples(m: Matrix, keep: Tensor | None) -> Matrix:
