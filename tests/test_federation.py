@@ -67,7 +67,7 @@ def test_a_history_says_what_is_not_private(tmp_path):
     history.to_json(tmp_path / "run.json")
     history.to_csv(tmp_path / "run.csv")
     assert json.loads((tmp_path / "run.json").read_text())["not_private"] == ["train loss"]
-    rows = list(csv.reader((tmp_path / "run.csv").open()))
+    rows = list(csv.reader((tmp_path / "run.csv").read_text().splitlines()))
     assert rows[0] == ["round", "epsilon", "bytes", "seconds", "test loss", "train loss*"]
     assert len(rows) == 4
 
