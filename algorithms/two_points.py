@@ -78,8 +78,8 @@ class TwoPoints:
         with torch.no_grad():
             for p, q, out in zip(now, before, self._spare[0].values(), strict=True):
                 torch.sub(p, q, out=out)
-            norms = torch._foreach_norm(list(self._spare[0].values()), dtype=torch.float64)
-        return math.hypot(*(float(norm) for norm in norms))
+            squares = torch.ops.dpkernels.row_squares([t.view(1, -1) for t in self._spare[0].values()])
+        return math.sqrt(float(squares.sum()))
 
     def _trained(self) -> tuple[list[Tensor], list[Tensor]]:
         """The parameters now, and before."""

@@ -180,30 +180,52 @@ def difference(x: Matrix, y: Matrix) -> Matrix:
 
     Terms that do not correspond are put side by side, one negated; the margins of `squared_norms` cover that.
     """
-    outers: list[Term] = []
+    negative = functools.cache(lambda: scaled(y, -1))
+    terms: list[Term | None] = []
     if x.outer is not None and y.outer is not None and x.outer.a.shape == y.outer.a.shape:
-        a, g, a_, g_ = (at_least_float(t) for t in (x.outer.a, x.outer.g, y.outer.a, y.outer.g))
-        outers = [Outer(a - a_, g), Outer(a_, g - g_)]
+        terms.append(_outer_difference(x.outer, y.outer))
     else:
-        outers = [t for t in (x.outer, scaled(y, -1).outer) if t is not None]
-    rows: list[Term] = []
+        terms += [x.outer, None if y.outer is None else negative().outer]
     if x.rows is not None and y.rows is not None and torch.equal(x.rows.ids, y.rows.ids):
-        rows = [Rows(x.rows.ids, at_least_float(x.rows.g) - at_least_float(y.rows.g))]
+        terms.append(Rows(x.rows.ids, at_least_float(x.rows.g) - at_least_float(y.rows.g)))
     else:
-        rows = [t for t in (x.rows, scaled(y, -1).rows) if t is not None]
+        terms += [x.rows, None if y.rows is None else negative().rows]
     if x.dense is not None and y.dense is not None:
-        dense: list[Term] = [_dense_difference(x.dense, y.dense, x.batch, x.height * x.width)]
+        terms.append(_dense_difference(x.dense, y.dense, x.batch, x.height * x.width))
     else:
-        dense = [t for t in (x.dense, scaled(y, -1).dense) if t is not None]
-    return merge(x.batch, x.height, x.width, [*outers, *rows, *dense])
+        terms += [x.dense, None if y.dense is None else negative().dense]
+    return merge(x.batch, x.height, x.width, [t for t in terms if t is not None])
+
+
+def _outer_difference(x: Outer, y: Outer) -> Outer:
+    a, g, a_, g_ = (at_least_float(t) for t in (x.a, x.g, y.a, y.g))
+    if x.fixed and y.fixed and same_bits(a, a_):  # what both runs were given
+        return Outer(a, g - g_)
+    length = a.shape[1]
+    sides = _kept(a, a_, (len(a), 2 * length, a.shape[2])), _kept(g, g_, (len(g), 2 * length, g.shape[2]))
+    torch.sub(a, a_, out=sides[0][:, :length])
+    sides[0][:, length:] = a_
+    sides[1][:, :length] = g
+    torch.sub(g, g_, out=sides[1][:, length:])
+    return Outer(*sides)
+
+
+def same_bits(x: Tensor, y: Tensor) -> bool:
+    """Whether they are equal, by their bits: a NaN in one sample does not change what is done for the others."""
+    as_bits = {torch.float32: torch.int32, torch.float64: torch.int64}.get(x.dtype, x.dtype)
+    return x.dtype == y.dtype and torch.equal(x.contiguous().view(as_bits), y.contiguous().view(as_bits))
+
+
+def _kept(x: Tensor, y: Tensor, size: tuple[int, ...]) -> Tensor:
+    """Memory for what is made of both, kept from step to step where there is such."""
+    if x.dtype == y.dtype == torch.float32:
+        return torch.ops.dpkernels.unfilled(x, size)  # type: ignore[no-any-return]
+    return x.new_empty(size, dtype=torch.promote_types(x.dtype, y.dtype))
 
 
 def _dense_difference(x: Dense, y: Dense, batch: int, elements: int) -> Dense:
-    """In memory that is kept from step to step, where there is such."""
     first, other = (at_least_float(d.of(slice(0, 0))) for d in (x, y))
-    dtype = torch.promote_types(first.dtype, other.dtype)
-    size = (batch, *first.shape[1:])
-    out = torch.ops.dpkernels.unfilled(first, size) if dtype == torch.float32 else first.new_empty(size, dtype=dtype)
+    out = _kept(first, other, (batch, *first.shape[1:]))
     for samples in chunks(batch, elements):
         torch.sub(at_least_float(x.of(samples)), at_least_float(y.of(samples)), out=out[samples])
     return Dense(out)

@@ -121,7 +121,7 @@ class _Growing:
         if self._first is None or self._second is None:
             room = length if may_stay else length * self._steps
             self._first, self._second = (forming.unfilled(t, t.shape[0], room, *t.shape[2:]) for t in (first, second))
-        elif may_stay and length == self._used and _same_bits(self._first[:, :length], first):
+        elif may_stay and length == self._used and factors.same_bits(self._first[:, :length], first):
             self._second[:, :length].add_(second, alpha=scale)
             return
         if self._used + length > self._first.shape[1]:
@@ -137,12 +137,6 @@ class _Growing:
         assert self._first is not None
         assert self._second is not None
         return self._first[:, : self._used], self._second[:, : self._used]
-
-
-def _same_bits(x: Tensor, y: Tensor) -> bool:
-    """By their bits, so that a NaN in one sample does not change what is done for the others."""
-    as_bits = {torch.float32: torch.int32, torch.float64: torch.int64}.get(x.dtype, x.dtype)
-    return torch.equal(x.view(as_bits), y.contiguous().view(as_bits))
 
 
 def _longer(t: Tensor, length: int) -> Tensor:
