@@ -16,7 +16,7 @@ from dpkernels.gradients import batch_of
 from dpkernels.paper_events import Accounting
 
 from .federation import Client, check_clients, chosen, joined, largest_epsilon, seed_of
-from .two_points import RowsOf, TwoPoints
+from .two_points import RowsOf, TwoPoints, secured
 
 
 @dataclass(frozen=True)
@@ -165,17 +165,19 @@ class DIFF2(TwoPoints):
         ledger, steps = self.ledgers[p], routine.local_steps - 1
         seed, first = seed_of(self._seed, 2, p), self.round * steps
         draws = dpk.sampling.fixed_size(self._sizes[p], routine.batch_size, steps, seed, start=first, ledger=ledger)
-        for indices in draws:
-            bound = routine.difference_norm * self._distance()
-            if bound > 0:
-                x, y = (chosen(z, indices) for z in self.clients[p])
-                total = self._clipped_sum(self._differences(bound), [(x, y, 1 / routine.batch_size)])
-                noise, row_norm = self._local[p].with_std(routine.noise * bound), bound / routine.batch_size
-                dpk.add_gaussian_(list(total.values()), noise, sensitivity=row_norm)
-                for name, t in estimate.items():
-                    t.add_(total[name])
-            self._move(estimate, self._lr)
-        self._earlier.load_state_dict(start)
+        try:
+            for indices in draws:
+                bound = routine.difference_norm * self._distance()
+                if bound > 0:
+                    x, y = (chosen(z, indices) for z in self.clients[p])
+                    total = self._clipped_sum(self._differences(bound), [(x, y, 1 / routine.batch_size)])
+                    noise, row_norm = self._local[p].with_std(routine.noise * bound), bound / routine.batch_size
+                    dpk.add_gaussian_(list(total.values()), noise, sensitivity=row_norm)
+                    for name, t in estimate.items():
+                        t.add_(total[name])
+                self._move(estimate, self._lr)
+        finally:  # also where the budget ends in the middle of a walk
+            self._earlier.load_state_dict(start)
         self.bytes_sent += 4 * self.width
 
     def epsilon(self, delta: float, accounting: Accounting = "exact") -> float:
@@ -247,7 +249,8 @@ class DIFF2(TwoPoints):
                 own_rounds=-(-rounds // len(sizes)),
             )
 
-        unit = dpk.accounting.calibrate(event, epsilon, delta) / (min(sizes) * len(sizes))
+        z = dpk.accounting.calibrate(event, epsilon, delta)
+        unit = secured(z, z * max(first, later), model, arguments) / (min(sizes) * len(sizes))
         return cls(
             model,
             loss_fn,

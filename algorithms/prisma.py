@@ -16,7 +16,7 @@ from dpkernels.gradients import batch_of
 from dpkernels.paper_events import Accounting
 
 from .federation import Client, check_clients, chosen, largest_epsilon, seed_of
-from .two_points import TwoPoints
+from .two_points import TwoPoints, secured
 
 
 class PriSMA(TwoPoints):
@@ -224,6 +224,7 @@ class PriSMA(TwoPoints):
             )
 
         z = dpk.accounting.calibrate(event, epsilon, delta)
+        z = secured(z, z, model, arguments)
         return cls(
             model,
             loss_fn,

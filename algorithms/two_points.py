@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import dpkernels as dpk
 from dpkernels import checks
 from dpkernels.members import members_of
+from dpkernels.noise import std_for
 from dpkernels.reference import wide_type
 
 from .federation import check_clients
@@ -126,3 +127,12 @@ class TwoPoints:
         self.model.load_state_dict(state["model"])
         self._earlier.load_state_dict(state["earlier"])
         self.round, self.bytes_sent = int(state["round"]), int(state["bytes_sent"])
+
+
+def secured(noise: float, largest: float, model: nn.Module, arguments: dict[str, Any]) -> float:
+    """The noise that has the same effect once the roundings of secure noise are counted, if that is asked for.
+
+    `largest`: the largest noise multiplier of the run, for which they weigh most.
+    """
+    width = sum(p.numel() for p in members_of(model).trainable.values())
+    return noise * std_for(largest, 1.0, width, secure=bool(arguments.get("secure", False))) / largest

@@ -215,10 +215,11 @@ def test_with_the_local_routine_the_largest_epsilon_counts():
     assert algorithm.epsilon(1e-5) == pytest.approx(dpk.accounting.epsilon(event, 1e-5), rel=1e-9)
 
 
+@pytest.mark.parametrize("secure", [{}, {"secure": True, "micro_batch_size": 5}])
 @pytest.mark.parametrize("routine", [None, BVRLSGD(local_steps=3, batch_size=2, difference_norm=0.8, noise=3.0)])
-def test_a_budget_is_met_and_kept(routine):
+def test_a_budget_is_met_and_kept(routine, secure):
     model, clients = problem((9, 6, 4))
-    options = {k: v for k, v in SETTINGS.items() if not k.endswith("noise")} | {"routine": routine}
+    options = {k: v for k, v in SETTINGS.items() if not k.endswith("noise")} | {"routine": routine} | secure
     algorithm = DIFF2.with_budget(model, squared_loss, clients, epsilon=3.0, delta=1e-5, rounds=6, **options)
     for _ in range(6):
         algorithm.step()

@@ -164,9 +164,10 @@ def test_privacy_is_that_of_the_smallest_client(sampling):
         assert algorithm.epsilon(1e-5, accounting="published") > algorithm.epsilon(1e-5)
 
 
-def test_a_budget_is_met_and_kept():
+@pytest.mark.parametrize("secure", [{}, {"secure": True, "micro_batch_size": 5}])
+def test_a_budget_is_met_and_kept(secure):
     model, loss_fn, clients = problem(sizes=(40, 20))
-    options = {k: v for k, v in SETTINGS.items() if not k.endswith("noise")}
+    options = {k: v for k, v in SETTINGS.items() if not k.endswith("noise")} | secure
     algorithm = PriSMA.with_budget(model, loss_fn, clients, epsilon=3.0, delta=1e-5, rounds=5, **options)
     for _ in range(5):
         algorithm.step()
