@@ -111,7 +111,6 @@ class DIFF2(TwoPoints):
         self.routine = GD() if routine is None else routine
         if not isinstance(self.routine, GD | BVRLSGD):
             raise ValueError(f"routine: got {routine!r}, must be GD() or BVRLSGD(...)")
-        self._sizes = [batch_of(*client) for client in self.clients]
         walks = self.routine if isinstance(self.routine, BVRLSGD) else None
         if walks is not None and walks.batch_size > min(self._sizes):
             raise ValueError(
@@ -128,9 +127,11 @@ class DIFF2(TwoPoints):
             everybody = _Everybody(self.ledgers, self._sizes)
         self._noise = dpk.Gaussian(1.0, seed_of(seed, 0), secure, everybody)
         self._local = [dpk.Gaussian(1.0, seed_of(seed, 1, p), secure, ledger) for p, ledger in enumerate(self.ledgers)]
+        self._noises = [self._noise, *self._local]
         self._seed = seed
         self._by_size = _merged(self.clients, self._sizes)
         self._estimate = self._zeros()
+        self._estimates = [self._estimate]
 
     def step(self) -> None:
         """One round."""
@@ -141,9 +142,8 @@ class DIFF2(TwoPoints):
             rows_of = self._gradients(bound) if restart else self._differences(bound)
             parties = len(self.clients)
             parts = [(*alike, 1 / (size * parties)) for size, alike in self._by_size.items()]
-            released = self._clipped_sum(rows_of, parts)
             row_norm = bound / (min(self._sizes) * parties)
-            dpk.add_gaussian_(list(released.values()), self._noise.with_std(sigma * bound), sensitivity=row_norm)
+            released = self._released(rows_of, parts, self._noise, sigma * bound, row_norm)
             self.bytes_sent += 4 * self.width * parties
             for name, t in self._estimate.items():
                 t.copy_(released[name]) if restart else t.add_(released[name])
@@ -170,11 +170,11 @@ class DIFF2(TwoPoints):
                 bound = routine.difference_norm * self._distance()
                 if bound > 0:
                     x, y = (chosen(z, indices) for z in self.clients[p])
-                    total = self._clipped_sum(self._differences(bound), [(x, y, 1 / routine.batch_size)])
-                    noise, row_norm = self._local[p].with_std(routine.noise * bound), bound / routine.batch_size
-                    dpk.add_gaussian_(list(total.values()), noise, sensitivity=row_norm)
+                    rows_of, parts = self._differences(bound), [(x, y, 1 / routine.batch_size)]
+                    row_norm = bound / routine.batch_size
+                    released = self._released(rows_of, parts, self._local[p], routine.noise * bound, row_norm)
                     for name, t in estimate.items():
-                        t.add_(total[name])
+                        t.add_(released[name])
                 self._move(estimate, self._lr)
         finally:  # also where the budget ends in the middle of a walk
             self._earlier.load_state_dict(start)
@@ -261,19 +261,6 @@ class DIFF2(TwoPoints):
             budget=(epsilon, delta),
             **arguments,
         )
-
-    def state_dict(self) -> dict[str, Any]:
-        """Weights of two rounds, the estimate, counters and ledgers; no key. See `dpk.checkpoint`."""
-        noises = (self._noise, *self._local)
-        return {**super().state_dict(), "estimate": self._estimate, "releases": [n.releases for n in noises]}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where another run was, into an algorithm made with the same arguments that has not stepped yet."""
-        super().load_state_dict(state)
-        for noise, releases in zip((self._noise, *self._local), state["releases"], strict=True):
-            noise.skip(releases)
-        for name, t in self._estimate.items():
-            t.copy_(state["estimate"][name])
 
 
 def _merged(clients: list[Client], sizes: list[int]) -> dict[int, Client]:

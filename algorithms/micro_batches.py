@@ -23,6 +23,13 @@ def check_size(size: int | None, *, secure: bool) -> None:
         raise ValueError("micro_batch_size: got None, must be a number with secure=True: the size all batches run in")
 
 
+def memory_for_rows(max_bytes: int | None, *, secure: bool) -> int | None:
+    """As given. What memory happens to be free must not decide how rows are rounded where noise is secure."""
+    if max_bytes is None:
+        return SECURE_BYTES if secure else None
+    return checks.whole("max_bytes", max_bytes, low=0, cure=" or None")
+
+
 def micro_batches(
     inputs: Any, targets: Any, size: int | None, *, filled: bool
 ) -> Iterator[tuple[Any, Any, Tensor | None]]:

@@ -86,7 +86,6 @@ class PriSMA(TwoPoints):
             max_bytes=max_bytes,
             secure=secure,
         )
-        self._sizes = [batch_of(*client) for client in self.clients]
         self._momentum = _check_momentum(momentum)
         self._gradient_norm = checks.number("gradient_norm", gradient_norm, low=0)
         self._server_norm = math.inf if server_norm is None else checks.number("server_norm", server_norm, low=0)
@@ -131,10 +130,9 @@ class PriSMA(TwoPoints):
         inputs, targets = (chosen(z, indices) for z in self.clients[i])
         first, g = self.round == 0, self._momentum
         rows_of = self._first_rows if first else self._rows
-        sent = self._clipped_sum(rows_of, [(inputs, targets, 1 / self._batch_size)])
         row_norm = self._gradient_norm if first else g * self._gradient_norm + (1 - g) * self._difference_norm
-        noise = self._noises[i].with_std(self._initial_noise if first else self._noise)
-        dpk.add_gaussian_(list(sent.values()), noise, sensitivity=row_norm / self._batch_size)
+        std, parts = self._initial_noise if first else self._noise, [(inputs, targets, 1 / self._batch_size)]
+        sent = self._released(rows_of, parts, self._noises[i], std, row_norm / self._batch_size)
         for name, v in self._estimates[i].items():
             v.mul_(1 - g).add_(sent[name])
 
@@ -242,23 +240,6 @@ class PriSMA(TwoPoints):
             budget=(epsilon, delta),
             **arguments,
         )
-
-    def state_dict(self) -> dict[str, Any]:
-        """Weights of two rounds, estimates, counters and ledgers; no key. See `dpk.checkpoint`."""
-        return {
-            **super().state_dict(),
-            "estimates": self._estimates,
-            "releases": [noise.releases for noise in self._noises],
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where another run was, into an algorithm made with the same arguments that has not stepped yet."""
-        super().load_state_dict(state)
-        for noise, releases in zip(self._noises, state["releases"], strict=True):
-            noise.skip(releases)
-        for v, saved in zip(self._estimates, state["estimates"], strict=True):
-            for name, t in v.items():
-                t.copy_(saved[name])
 
 
 def _check_momentum(momentum: float) -> float:

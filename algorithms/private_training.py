@@ -15,7 +15,7 @@ from dpkernels.members import members_of
 from dpkernels.noise import std_for
 
 from .incremental_norms import IncrementalNorms, NormSummary
-from .micro_batches import SECURE_BYTES, check_size, micro_batches
+from .micro_batches import check_size, memory_for_rows, micro_batches
 
 
 class PrivateTraining:
@@ -49,23 +49,19 @@ class PrivateTraining:
         if checks.number("expected_batch_size", expected_batch_size, low=0) == 0:
             raise ValueError("expected_batch_size: got 0, must be > 0")
         check_size(micro_batch_size, secure=secure)
-        if max_bytes is not None:
-            checks.whole("max_bytes", max_bytes, low=0, cure=" or None")
         rule = dpk.clipping.Flat(bound) if clip is None else dpk.clipping.as_rule(clip)
         if rule.row_norm > bound * (1 + 1e-9):
             raise ValueError(f"clip: its rows are up to {rule.row_norm:g} long, must be at most max_norm = {bound:g}")
         self.model = model
         self.loss_fn = loss_fn
         self.ledger = dpk.accounting.Ledger(sampling_rate, budget=budget)
-        width = sum(p.numel() for p in members.trainable.values())
-        std = std_for(multiplier, bound, width, secure=secure)
+        std = std_for(multiplier, bound, members.width, secure=secure)
         self.noise = dpk.Gaussian(std, seed=seed, secure=secure, ledger=self.ledger)
         self._norms = IncrementalNorms(bound) if watch_norms else None
         self._clip = rule
         self._expected_batch_size = float(expected_batch_size)
         self._micro_batch_size = micro_batch_size
-        # what memory happens to be free must not decide how rows are rounded
-        self._max_bytes = SECURE_BYTES if secure and max_bytes is None else max_bytes
+        self._max_bytes = memory_for_rows(max_bytes, secure=secure)
 
     @classmethod
     def with_budget(

@@ -12,12 +12,13 @@ from torch import Tensor, nn
 
 import dpkernels as dpk
 from dpkernels import checks
+from dpkernels.gradients import batch_of
 from dpkernels.members import members_of
 from dpkernels.noise import std_for
 from dpkernels.reference import wide_type
 
 from .federation import check_clients
-from .micro_batches import SECURE_BYTES, check_size, micro_batches
+from .micro_batches import check_size, memory_for_rows, micro_batches
 
 Sum = dict[str, Tensor]  # by parameter
 RowsOf = Callable[[Any, Any], list[tuple[dpk.PerSample, float, float]]]  # rows, bound, weight
@@ -27,6 +28,8 @@ class TwoPoints:
     """A model, its weights of an earlier round in a copy, and clients' data that goes through both in parts."""
 
     ledgers: list[dpk.accounting.Ledger]
+    _noises: list[dpk.Gaussian]
+    _estimates: list[Sum]  # of the gradient
 
     def __init__(
         self,
@@ -52,12 +55,13 @@ class TwoPoints:
         self._spare = [self._zeros() for _ in range(2)]  # memory for sums, which nobody sees before the noise is in
         self._micro_batch_size = micro_batch_size
         self._secure = secure
-        self._max_bytes = SECURE_BYTES if secure and max_bytes is None else max_bytes
+        self._max_bytes = memory_for_rows(max_bytes, secure=secure)
+        self._sizes = [batch_of(*client) for client in self.clients]
 
     @property
     def width(self) -> int:
         """How many numbers are trained."""
-        return sum(p.numel() for p in members_of(self.model).trainable.values())
+        return members_of(self.model).width
 
     def _rows_now(self, inputs: Any, targets: Any) -> dpk.PerSample:
         return dpk.per_sample_gradients(self.model, self.loss_fn, inputs, targets, max_bytes=self._max_bytes)
@@ -91,39 +95,52 @@ class TwoPoints:
     def _zeros(self) -> Sum:
         return {n: torch.zeros_like(p, dtype=wide_type(p.dtype)) for n, p in members_of(self.model).trainable.items()}
 
-    def _clipped_sum(self, rows_of: RowsOf, parts: Sequence[tuple[Any, Any, float]]) -> Sum:
-        """The sum over (inputs, targets, weight) of weight * clipped rows, in micro-batches; only the sum is kept.
+    def _released(
+        self, rows_of: RowsOf, parts: Sequence[tuple[Any, Any, float]], noise: dpk.Gaussian, std: float, row_norm: float
+    ) -> Sum:
+        """The sum over (inputs, targets, weight) of weight * clipped rows, with noise of `std`.
 
-        In float64 if there is more than one micro-batch. It may lie in memory that the next sum uses again.
+        One record's row in it has at most `row_norm`. It may lie in memory that the next one uses again.
         """
-        cut = [
-            (x, y, where, weight)
-            for inputs, targets, weight in parts
-            for x, y, where in micro_batches(inputs, targets, self._micro_batch_size, filled=self._secure)
-        ]
-        dtype = torch.float64 if len(cut) > 1 or self._secure else None
-        memory: list[Any] = self._spare if len(cut) == 1 else [None, None]
+        total = self._clipped_sum(rows_of, parts)
+        dpk.add_gaussian_(list(total.values()), noise.with_std(std), sensitivity=row_norm)
+        return total
+
+    def _clipped_sum(self, rows_of: RowsOf, parts: Sequence[tuple[Any, Any, float]]) -> Sum:
+        """In micro-batches, of which only the sum is kept: in float64 if there is more than one."""
+        size = self._micro_batch_size
+        alone = len(parts) == 1 and (size is None or batch_of(*parts[0][:2]) <= size)
+        dtype = None if alone and not self._secure else torch.float64
+        memory: list[Any] = self._spare if alone else [None, None]
         total: Sum = {}
-        for x, y, where, weight in cut:
-            for (rows, bound, share), out in zip(rows_of(x, y), memory, strict=False):
-                found = rows.clip_sum(bound, dtype=dtype, scale=weight * share, where=where, out=out).sum
-                total = {name: t.add_(found[name]) for name, t in total.items()} if total else found
+        for inputs, targets, weight in parts:
+            for x, y, where in micro_batches(inputs, targets, size, filled=self._secure):
+                for (rows, bound, share), out in zip(rows_of(x, y), memory, strict=False):
+                    found = rows.clip_sum(bound, dtype=dtype, scale=weight * share, where=where, out=out).sum
+                    total = {name: t.add_(found[name]) for name, t in total.items()} if total else found
         return total
 
     def state_dict(self) -> dict[str, Any]:
-        """Weights of two rounds, counters and ledgers; no key."""
+        """Weights of two rounds, estimates, counters and ledgers; no key. See `dpk.checkpoint`."""
         return {
             "model": self.model.state_dict(),
             "earlier": self._earlier.state_dict(),
+            "estimates": self._estimates,
             "round": self.round,
             "bytes_sent": self.bytes_sent,
+            "releases": [noise.releases for noise in self._noises],
             "ledgers": [ledger.state_dict() for ledger in self.ledgers],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where another run was."""
+        """Go on where another run was, into an algorithm made with the same arguments that has not stepped yet."""
         for ledger, saved in zip(self.ledgers, state["ledgers"], strict=True):
             ledger.load_state_dict(saved)
+        for noise, releases in zip(self._noises, state["releases"], strict=True):
+            noise.skip(releases)
+        for estimate, saved in zip(self._estimates, state["estimates"], strict=True):
+            for name, t in estimate.items():
+                t.copy_(saved[name])
         self.model.load_state_dict(state["model"])
         self._earlier.load_state_dict(state["earlier"])
         self.round, self.bytes_sent = int(state["round"]), int(state["bytes_sent"])
@@ -134,5 +151,4 @@ def secured(noise: float, largest: float, model: nn.Module, arguments: dict[str,
 
     `largest`: the largest noise multiplier of the run, for which they weigh most.
     """
-    width = sum(p.numel() for p in members_of(model).trainable.values())
-    return noise * std_for(largest, 1.0, width, secure=bool(arguments.get("secure", False))) / largest
+    return noise * std_for(largest, 1.0, members_of(model).width, secure=bool(arguments.get("secure", False))) / largest

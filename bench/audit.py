@@ -19,10 +19,6 @@ from tests import broken, mechanisms
 OP_RUNS, ALGORITHM_RUNS, CANARIES = 30_000, 4_000, 5_000
 
 
-def told_apart(mechanism: mechanisms.Mechanism, **options: bool | int) -> audit.Finding:
-    return audit.two_neighbours(lambda: mechanism.run(False), lambda: mechanism.run(True), mechanism.claimed, **options)
-
-
 def one_run(name: str, **options: float) -> audit.Finding:
     train, claimed = mechanisms.canaries(mechanisms.ALGORITHMS[name], **options)
     return audit.one_run(train, claimed, canaries=CANARIES, seed=2026)
@@ -31,15 +27,9 @@ def one_run(name: str, **options: float) -> audit.Finding:
 def attacks() -> dict[str, Callable[[], audit.Finding]]:
     found: dict[str, Callable[[], audit.Finding]] = {}
     for name, op in mechanisms.OPS.items():
-        found[f"{name}, two neighbours"] = lambda op=op: told_apart(mechanisms.OfOp(op), runs=OP_RUNS)
-    for name, make in mechanisms.ALGORITHMS.items():
-        found[f"{name}, two neighbours"] = lambda make=make: told_apart(
-            mechanisms.OfAlgorithm(make), runs=ALGORITHM_RUNS, gaussian=True
-        )
-    for name, mechanism in mechanisms.FEDERATED.items():
-        found[f"{name}, two neighbours"] = lambda mechanism=mechanism: told_apart(
-            mechanism(), runs=ALGORITHM_RUNS, gaussian=True
-        )
+        found[f"{name}, two neighbours"] = lambda op=op: mechanisms.OfOp(op).told_apart(runs=OP_RUNS)
+    for name, make in mechanisms.TRAINING.items():
+        found[f"{name}, two neighbours"] = lambda make=make: make().told_apart(runs=ALGORITHM_RUNS, gaussian=True)
     return found
 
 

@@ -14,10 +14,9 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.func import functional_call, grad, vmap
 
 from bench import harness
-from bench.methods import Step, clipped_sum
+from bench.methods import Step, clip_weights, clipped_sum, vmap_rows
 from bench.models import MODELS, Task
 from bench.training import timed
 from dpkernels.algorithms import DIFF2, PriSMA
@@ -64,16 +63,6 @@ def prisma(task: Task, noise: float = 1e-3) -> PriSMA:
 Rows = dict[str, Tensor]
 
 
-def vmap_rows(model: torch.nn.Module, task: Task) -> Rows:
-    values = {name: p.detach() for name, p in model.named_parameters()}
-
-    def loss(values: Rows, x: Tensor, y: Tensor) -> Tensor:
-        return task.loss_fn(functional_call(model, values, (x.unsqueeze(0),)), y.unsqueeze(0)).sum()
-
-    rows: Rows = vmap(grad(loss), in_dims=(None, 0, 0))(values, task.inputs, task.targets)
-    return rows
-
-
 def vmap_difference(now: torch.nn.Module, before: torch.nn.Module, task: Task, bound: float) -> Rows:
     """The clipped sum of differences, in plain torch."""
     a, b = vmap_rows(now, task), vmap_rows(before, task)
@@ -82,8 +71,7 @@ def vmap_difference(now: torch.nn.Module, before: torch.nn.Module, task: Task, b
 
 def vmap_momentum(now: torch.nn.Module, before: torch.nn.Module, task: Task) -> Rows:
     def clip(rows: Rows) -> Rows:
-        norms = torch.stack([row.flatten(1).norm(dim=1) for row in rows.values()], dim=1).norm(dim=1)
-        scale = (BOUND / norms).clamp(max=1)
+        scale = clip_weights(rows, BOUND)
         return {name: torch.einsum("b,b...->b...", scale, row) for name, row in rows.items()}
 
     a, b = clip(vmap_rows(now, task)), clip(vmap_rows(before, task))

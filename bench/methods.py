@@ -102,6 +102,11 @@ def by_vmap(task: Task) -> Step:
 
 def vmap_sum(model: torch.nn.Module, task: Task, samples: slice) -> dict[str, torch.Tensor]:
     """The clipped sum over some samples, without noise."""
+    return clipped_sum(vmap_rows(model, task, samples), CLIP)
+
+
+def vmap_rows(model: torch.nn.Module, task: Task, samples: slice = slice(None)) -> dict[str, torch.Tensor]:
+    """Per-sample gradients by torch.func."""
     parameters = {name: p.detach() for name, p in model.named_parameters()}
 
     def loss(values: dict[str, torch.Tensor], x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -109,15 +114,19 @@ def vmap_sum(model: torch.nn.Module, task: Task, samples: slice) -> dict[str, to
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of ops that vmap runs one by one
-        rows = vmap(grad(loss), in_dims=(None, 0, 0))(parameters, task.inputs[samples], task.targets[samples])
-    return clipped_sum(rows, CLIP)
+        return vmap(grad(loss), in_dims=(None, 0, 0))(parameters, task.inputs[samples], task.targets[samples])
 
 
 def clipped_sum(rows: dict[str, torch.Tensor], bound: float) -> dict[str, torch.Tensor]:
     """In plain torch."""
-    norms = torch.stack([row.flatten(1).norm(dim=1) for row in rows.values()], dim=1).norm(dim=1)
-    weights = (bound / norms.clamp(min=1e-30)).clamp(max=1.0)
+    weights = clip_weights(rows, bound)
     return {name: torch.einsum("b,b...->...", weights, row) for name, row in rows.items()}
+
+
+def clip_weights(rows: dict[str, torch.Tensor], bound: float) -> torch.Tensor:
+    """What makes each row at most `bound` long."""
+    norms = torch.stack([row.flatten(1).norm(dim=1) for row in rows.values()], dim=1).norm(dim=1)
+    return (bound / norms.clamp(min=1e-30)).clamp(max=1.0)
 
 
 METHODS: dict[str, Callable[[Task], Step]] = {

@@ -28,6 +28,11 @@ class Members:
         """The parameters that train."""
         return {name: p for name, p in self.parameters.items() if p.requires_grad}
 
+    @property
+    def width(self) -> int:
+        """How many numbers train."""
+        return sum(p.numel() for p in self.trainable.values())
+
 
 def members_of(model: nn.Module) -> Members:
     """As named_modules, named_parameters and named_buffers give them, in a fraction of the time."""

@@ -5,12 +5,14 @@ ledger of the last run. Canary mechanisms train once with many records, each in 
 """
 
 import itertools
+from functools import partial
 
 import numpy as np
 import torch
 from torch import nn
 
 import dpkernels as dpk
+from dpkernels import audit
 from dpkernels.algorithms import DIFF2, DPLSGD, DPSGD, PriSMA
 
 MULTIPLIER = 0.7  # of each of two releases
@@ -23,6 +25,10 @@ class Mechanism:
 
     def claimed(self, delta):
         return self.ledger.epsilon(delta)
+
+    def told_apart(self, **options):
+        """What an attack on its two neighbours proves."""
+        return audit.two_neighbours(lambda: self.run(False), lambda: self.run(True), self.claimed, **options)
 
 
 class OfOp(Mechanism):
@@ -182,4 +188,5 @@ class OfPriSMA(OfFederated):
         return (float(algorithm._estimates[0]["weight"]) - 0.8 * first) / self.ROW - first
 
 
-FEDERATED = {"DIFF2": OfDIFF2, "PriSMA": OfPriSMA}
+TRAINING = {name: partial(OfAlgorithm, make) for name, make in ALGORITHMS.items()}
+TRAINING |= {"DIFF2": OfDIFF2, "PriSMA": OfPriSMA}

@@ -1,4 +1,5 @@
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -9,14 +10,10 @@ from dpkernels import audit
 from tests import broken, mechanisms
 
 
-def told_apart(mechanism, **options):
-    return audit.two_neighbours(lambda: mechanism.run(False), lambda: mechanism.run(True), mechanism.claimed, **options)
-
-
 @pytest.mark.parametrize("secure", [False, True])
 @pytest.mark.parametrize("name", mechanisms.OPS)
 def test_every_rule_keeps_its_claim_and_not_by_far(name, secure):
-    finding = told_apart(mechanisms.OfOp(mechanisms.OPS[name], secure))
+    finding = mechanisms.OfOp(mechanisms.OPS[name], secure).told_apart()
     assert not finding.broken
     assert finding.lower > 0.5 * finding.claimed  # the attack is a good one
 
@@ -25,36 +22,24 @@ def test_every_rule_keeps_its_claim_and_not_by_far(name, secure):
 @pytest.mark.parametrize("name", mechanisms.OPS)
 def test_a_broken_build_of_every_rule_is_caught(name, build):
     with broken.BUILDS[build]():
-        assert told_apart(mechanisms.OfOp(mechanisms.OPS[name])).broken
+        assert mechanisms.OfOp(mechanisms.OPS[name]).told_apart().broken
 
 
-@pytest.mark.parametrize("secure", [False, True])
-@pytest.mark.parametrize("name", mechanisms.ALGORITHMS)
-def test_every_algorithm_keeps_its_claim_and_not_by_far(name, secure):
-    finding = told_apart(mechanisms.OfAlgorithm(mechanisms.ALGORITHMS[name], secure), runs=600, gaussian=True)
+SECURE = {f"{name}, secure": partial(mechanisms.TRAINING[name], secure=True) for name in mechanisms.ALGORITHMS}
+
+
+@pytest.mark.parametrize("make", {**mechanisms.TRAINING, **SECURE}.values(), ids=[*mechanisms.TRAINING, *SECURE])
+def test_every_algorithm_keeps_its_claim_and_not_by_far(make):
+    finding = make().told_apart(runs=600, gaussian=True)
     assert not finding.broken
     assert finding.lower > 0.5 * finding.claimed
 
 
 @pytest.mark.parametrize("build", broken.BUILDS)
-@pytest.mark.parametrize("name", mechanisms.ALGORITHMS)
+@pytest.mark.parametrize("name", mechanisms.TRAINING)
 def test_a_broken_build_of_every_algorithm_is_caught(name, build):
     with broken.BUILDS[build]():
-        assert told_apart(mechanisms.OfAlgorithm(mechanisms.ALGORITHMS[name]), runs=1200, gaussian=True).broken
-
-
-@pytest.mark.parametrize("name", mechanisms.FEDERATED)
-def test_every_federated_algorithm_keeps_its_claim_and_not_by_far(name):
-    finding = told_apart(mechanisms.FEDERATED[name](), runs=600, gaussian=True)
-    assert not finding.broken
-    assert finding.lower > 0.5 * finding.claimed
-
-
-@pytest.mark.parametrize("build", broken.BUILDS)
-@pytest.mark.parametrize("name", mechanisms.FEDERATED)
-def test_a_broken_build_of_every_federated_algorithm_is_caught(name, build):
-    with broken.BUILDS[build]():
-        assert told_apart(mechanisms.FEDERATED[name](), runs=1200, gaussian=True).broken
+        assert mechanisms.TRAINING[name]().told_apart(runs=1200, gaussian=True).broken
 
 
 @pytest.mark.parametrize("rate", [1.0, 0.5])

@@ -231,24 +231,29 @@ def test_a_budget_is_met_and_kept(routine, secure):
     assert spent <= algorithm.epsilon(1e-5) <= 3.0
 
 
+def check_resumed(fresh, folder):
+    """Four rounds, saved, loaded and gone on with are nine rounds; for any algorithm that `fresh` makes."""
+    whole, first, second = fresh(), fresh(), fresh()
+    for _ in range(9):
+        whole.step()
+    for _ in range(4):
+        first.step()
+    dpk.checkpoint.save(folder / "run.ckpt", first.state_dict())
+    second.load_state_dict(dpk.checkpoint.load(folder / "run.ckpt"))
+    for _ in range(5):
+        second.step()
+    assert torch.equal(weights(whole.model), weights(second.model))
+    assert whole.epsilon(1e-5) == second.epsilon(1e-5)
+    assert whole.bytes_sent == second.bytes_sent
+
+
 @pytest.mark.parametrize("routine", [None, BVRLSGD(local_steps=3, batch_size=2, difference_norm=0.8, noise=0.1)])
 def test_a_run_that_is_resumed_is_the_run_that_was_not(routine, tmp_path):
     def fresh():
         model, clients = problem((9, 6, 4))
         return DIFF2(model, squared_loss, clients, **SETTINGS, routine=routine, seed=3)
 
-    whole, first, second = fresh(), fresh(), fresh()
-    for _ in range(9):
-        whole.step()
-    for _ in range(4):
-        first.step()
-    dpk.checkpoint.save(tmp_path / "run.ckpt", first.state_dict())
-    second.load_state_dict(dpk.checkpoint.load(tmp_path / "run.ckpt"))
-    for _ in range(5):
-        second.step()
-    assert torch.equal(weights(whole.model), weights(second.model))
-    assert whole.epsilon(1e-5) == second.epsilon(1e-5)
-    assert whole.bytes_sent == second.bytes_sent
+    check_resumed(fresh, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,15 @@ def of_clients(make):
 
 
 OPTIONS = {"max_norm": 1.0, "noise_multiplier": 2.0, "expected_batch_size": 6.0}
+diff2 = partial(
+    DIFF2,
+    lr=0.1,
+    restart_every=2,
+    gradient_norm=1.0,
+    difference_norm=1.0,
+    gradient_noise=0.5,
+    difference_noise=0.5,
+)
 PATHS = {
     "clip_sum": of_op(lambda n: [dpk.clip_sum(X, 1.0, noise=n).sum]),
     "clip_difference_sum": of_op(lambda n: [dpk.clip_difference_sum(X, 0.9 * X, 1.0, noise=n).sum]),
@@ -83,29 +92,8 @@ PATHS = {
     "DPSGD": of_algorithm(
         lambda m, **o: DPSGD(m, LOSS, optimizer=torch.optim.SGD(m.parameters(), lr=1.0), **OPTIONS, **o)
     ),
-    "DIFF2": of_clients(
-        partial(
-            DIFF2,
-            lr=0.1,
-            restart_every=2,
-            gradient_norm=1.0,
-            difference_norm=1.0,
-            gradient_noise=0.5,
-            difference_noise=0.5,
-        )
-    ),
-    "DIFF2, BVRLSGD": of_clients(
-        partial(
-            DIFF2,
-            lr=0.1,
-            restart_every=2,
-            gradient_norm=1.0,
-            difference_norm=1.0,
-            gradient_noise=0.5,
-            difference_noise=0.5,
-            routine=BVRLSGD(3, 2, 1.0, 1.0),
-        )
-    ),
+    "DIFF2": of_clients(diff2),
+    "DIFF2, BVRLSGD": of_clients(partial(diff2, routine=BVRLSGD(3, 2, 1.0, 1.0))),
     "PriSMA": of_clients(
         partial(
             PriSMA,

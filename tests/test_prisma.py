@@ -17,7 +17,7 @@ from dpkernels.algorithms.problems import (
     squared_loss,
 )
 from tests import truth
-from tests.test_diff2 import clip, noises, put, weights
+from tests.test_diff2 import check_resumed, clip, noises, put, weights
 
 SETTINGS = {
     "lr": 0.2,
@@ -177,20 +177,7 @@ def test_a_budget_is_met_and_kept(secure):
 
 
 def test_a_run_that_is_resumed_is_the_run_that_was_not(tmp_path):
-    def fresh():
-        return PriSMA(*problem(), **SETTINGS, seed=3)
-
-    whole, first, second = fresh(), fresh(), fresh()
-    for _ in range(9):
-        whole.step()
-    for _ in range(4):
-        first.step()
-    dpk.checkpoint.save(tmp_path / "run.ckpt", first.state_dict())
-    second.load_state_dict(dpk.checkpoint.load(tmp_path / "run.ckpt"))
-    for _ in range(5):
-        second.step()
-    assert torch.equal(weights(whole.model), weights(second.model))
-    assert whole.epsilon(1e-5) == second.epsilon(1e-5)
+    check_resumed(lambda: PriSMA(*problem(), **SETTINGS, seed=3), tmp_path)
 
 
 def test_a_row_keeps_its_bound_where_gradients_are_close():
