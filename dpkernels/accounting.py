@@ -9,6 +9,7 @@ from dpkernels.events import (
     epsilon,
     fixed_size_gaussian,
     gaussian,
+    no_worse,
     poisson_gaussian,
 )
 from dpkernels.ledger import BudgetError, Ledger
@@ -27,6 +28,7 @@ __all__ = [
     "epsilon",
     "fixed_size_gaussian",
     "gaussian",
+    "no_worse",
     "poisson_gaussian",
     "prisma",
     "sdm_dsgd",

@@ -86,3 +86,10 @@ def _refuse(at: str, t: object, device: object) -> NoReturn:
 
 def _describe(value: object) -> str:
     return repr(value) if value is None or isinstance(value, str | int | float) else f"a {type(value).__name__}"
+
+
+def samples(name: str, value: object, batch: int) -> Tensor:
+    """A bool for each sample."""
+    if not (isinstance(value, Tensor) and value.dtype == torch.bool and value.shape == (batch,)):
+        raise ValueError(f"{name}: got {value!r:.60}, must be a bool tensor of shape ({batch},)")
+    return value

@@ -19,7 +19,7 @@ Any strides do; a tensor whose samples are not each contiguous is copied first.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -201,21 +201,27 @@ def sparsify(
         raise ValueError(f"seed: got {seed!r}, must be an integer, at least 0 and below 2**63")
     key = torch.tensor([seed], dtype=torch.int64, device="cpu")
     released = take_release(noise, sensitivity, vector.numel())
-    values, indices = torch.ops.dpkernels.sparsify(vector, probability, key, *released)
+    values, indices = _called("sparsify", [vector], vector, probability, key, *released)
     return SparseMessage(indices, values, vector.numel())
 
 
 def _sum(name: str, lists: list[list[Tensor]], *arguments: object) -> tuple[list[Tensor], Tensor]:
+    found = _called(name, (t for tensors in lists for t in tensors), *lists, *arguments)
+    return found  # type: ignore[no-any-return]
+
+
+def _called(name: str, differentiable: Iterable[Tensor], *arguments: object) -> Any:
+    """An op of ours; past torch's Python layer for autograd, which costs a microsecond a tensor, where it can be."""
     op = getattr(torch.ops.dpkernels, name).default
     if torch.compiler.is_compiling():
-        return op(*lists, *arguments)  # type: ignore[no-any-return]
+        return op(*arguments)
     if torch.autograd.forward_ad._current_level >= 0:
         raise NotImplementedError(f"{name}: has no forward-mode derivative, only reverse mode (backward)")
     transformed = torch._C._functorch.peek_interpreter_stack() is not None
-    if transformed or (torch.is_grad_enabled() and any(t.requires_grad for tensors in lists for t in tensors)):
-        return op(*lists, *arguments)  # type: ignore[no-any-return]
-    with torch._C._AutoDispatchBelowAutograd():  # torch's Python layer there costs a microsecond a tensor
-        return op(*lists, *arguments)  # type: ignore[no-any-return]
+    if transformed or (torch.is_grad_enabled() and any(t.requires_grad for t in differentiable)):
+        return op(*arguments)
+    with torch._C._AutoDispatchBelowAutograd():
+        return op(*arguments)
 
 
 def _width(tensors: list[Tensor]) -> int:

@@ -5,6 +5,8 @@ Held in one of two ways (`planner.Hold` chooses):
     factors   the row as terms: a linear layer is the shared product plus a low-rank correction,
                   x (W + sum_s g_s a_s^T)^T = x W^T + (x a^T) g
     values    W + row, [B, *shape]: a layer works with each sample's own weights
+
+Or samples come in N equal runs, each with weights of its own, [N, *shape]: a layer works with those of each run.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from dpkernels.factors import Matrix
 class Each:
     """Each sample's own value of a parameter, or of something derived from parameters.
 
-    `turned`: the matrix is that of the transpose of `shared`.
+    `turned`: the matrix is that of the transpose of `shared`. `of_runs`: the values of N equal runs of `batch` samples.
     """
 
     def __init__(
@@ -34,10 +36,14 @@ class Each:
         matrix: Matrix | None = None,
         turned: bool = False,
         values: Tensor | None = None,
+        of_runs: Tensor | None = None,
+        batch: int = 0,
         source: Each | None = None,
     ) -> None:
         self.shared = shared.detach()
         self.matrix = matrix
+        self.of_runs = of_runs
+        self._batch = batch
         self._turned = turned
         self._values = values
         self._source = source
@@ -48,6 +54,8 @@ class Each:
         if self._values is None and self._source is not None:
             values = self._source.values
             self._values = values.transpose(1, 2) if self._turned != self._source._turned else values
+        elif self._values is None and self.of_runs is not None:
+            self._values = self.of_runs.repeat_interleave(self._batch // len(self.of_runs), 0).requires_grad_()
         elif self._values is None:
             self._values = self._formed().requires_grad_()
         return self._values
@@ -60,21 +68,26 @@ class Each:
     @property
     def memory(self) -> int | None:
         """Where values are that this does not own, and nobody may write into."""
+        if self.of_runs is not None:
+            return self.of_runs.untyped_storage().data_ptr()
         return self._values.untyped_storage().data_ptr() if self.matrix is None and self._values is not None else None
 
     def viewed(self, value: Tensor) -> Each | None:
         """For a view of the shared value; None if these factors have none."""
         same = (self.shared.shape, self.shared.stride())
-        if self.matrix is None or value.data_ptr() != self.shared.data_ptr():
+        if (self.matrix is None and self.of_runs is None) or value.data_ptr() != self.shared.data_ptr():
             return None
-        if (value.shape, value.stride()) == same:
-            return Each(value, matrix=self.matrix, turned=self._turned, source=self)
-        if value.dim() == 2 and (value.T.shape, value.T.stride()) == same:
-            return Each(value, matrix=self.matrix, turned=not self._turned, source=self)
-        return None
+        turn = (value.shape, value.stride()) != same
+        if turn and (value.dim() != 2 or (value.T.shape, value.T.stride()) != same):
+            return None
+        runs = self.of_runs.transpose(1, 2) if turn and self.of_runs is not None else self.of_runs
+        turned = self._turned != turn
+        return Each(value, matrix=self.matrix, turned=turned, of_runs=runs, batch=self._batch, source=self)
 
     def linear(self, x: Tensor) -> Tensor:
         """x_i W_i^T, from x [B, T, width]."""
+        if self.of_runs is not None:
+            return _product_of_runs(x, self.of_runs.transpose(1, 2))
         if self.matrix is None:
             return _product(x, self.plain.transpose(1, 2))
         y = F.linear(x, self.shared)
@@ -82,6 +95,8 @@ class Each:
 
     def linear_input(self, g: Tensor) -> Tensor:
         """g_i W_i, from g [B, T, height]."""
+        if self.of_runs is not None:
+            return _product_of_runs(g, self.of_runs)
         if self.matrix is None:
             return _product(g, self.plain)
         dx = g @ self.shared.to(g.dtype)
@@ -89,6 +104,9 @@ class Each:
 
     def lines(self, ids: Tensor) -> Tensor:
         """Lines W_i[ids_i], [B, T, width] from ids [B, T]."""
+        if self.of_runs is not None:
+            runs = ids.reshape(len(self.of_runs), -1, 1).expand(-1, -1, self.shared.shape[1])
+            return self.of_runs.gather(1, runs).view(*ids.shape, -1)
         if self.matrix is None or self._turned:
             index = ids.unsqueeze(2).expand(-1, -1, self.shared.shape[1])
             return self.plain.gather(1, index)  # of its own table only: an id beyond it raises
@@ -113,6 +131,11 @@ class Each:
 
 def _product(x: Tensor, w: Tensor) -> Tensor:
     return torch.bmm(x, w.to(x.dtype))
+
+
+def _product_of_runs(x: Tensor, w: Tensor) -> Tensor:
+    """x_i w of its run, from x [B, T, p] and w [N, p, d]."""
+    return _product(x.reshape(len(w), -1, x.shape[2]), w).view(*x.shape[:2], w.shape[2])
 
 
 def _add_forward(y: Tensor, x: Tensor, m: Matrix) -> Tensor:

@@ -13,6 +13,7 @@ under "replace-one" (one record has another value) a record moves the sum by up 
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 from collections.abc import Callable
@@ -105,6 +106,26 @@ def compose(*events: Event) -> Event:
     return Event(tuple(r for event in events for r in event.releases), *adjacencies)
 
 
+def no_worse(event: Event, other: Event) -> bool:
+    """Whether every release of `event` has one of its own in `other` that is sampled alike and has no more noise.
+
+    Then `event` has at most the epsilon of `other`, whatever the delta.
+    """
+
+    def by_sampling(releases: tuple[Releases, ...]) -> dict[tuple[object, ...], list[tuple[float, int]]]:
+        found: dict[tuple[object, ...], list[tuple[float, int]]] = {}
+        for r in releases:
+            found.setdefault((r.sampling, r.rate, r.records, r.size), []).append((r.noise_multiplier, r.steps))
+        return found
+
+    mine, theirs = by_sampling(event.releases), by_sampling(other.releases)
+    return event.adjacency == other.adjacency and all(
+        sum(n for m, n in releases if m <= z) <= sum(n for m, n in theirs.get(sampling, []) if m <= z)
+        for sampling, releases in mine.items()
+        for z, _ in releases
+    )
+
+
 def epsilon(event: Event | PublishedBound | dp_event.DpEvent, delta: float) -> float:
     """The epsilon of (epsilon, delta)-DP for `event`; an upper bound, tight to the accountant's discretisation.
 
@@ -119,6 +140,11 @@ def epsilon(event: Event | PublishedBound | dp_event.DpEvent, delta: float) -> f
         return event.epsilon(delta)
     if not isinstance(event, Event):
         raise ValueError(f"event: got a {type(event).__name__}, must be an Event or one of dp-accounting's")
+    return _epsilon(event, float(delta))
+
+
+@functools.lru_cache(maxsize=1024)  # ledgers of many nodes have few different events
+def _epsilon(event: Event, delta: float) -> float:
     counted = [r for r in event.releases if r.steps > 0 and (r.sampling != "poisson" or r.rate > 0)]
     if any(r.noise_multiplier == 0 for r in counted):
         return math.inf

@@ -55,8 +55,9 @@ class Dense:
 class Later(Dense):
     """Rows formed whenever they are asked for, with the same bits each time: memory for a few samples at a time.
 
-    `form(samples)` gives the rows of a slice of `count` samples, [b, height, width]; `add(values, scale)`, where given,
-    adds all of them, scaled, to [B, *shape] without storing them.
+    `form(samples)` gives the rows of a slice of `count` samples, [b, height, width]. Without storing them, where given,
+    `add(values, scale)` adds all of them, scaled, to [B, *shape], and `clamp(sums, bound)` adds them, clamped, to the
+    sums [N, height, width] of N equal runs of samples. `made_of`: what they are finite with, [B, ...] each.
     """
 
     def __init__(
@@ -65,13 +66,18 @@ class Later(Dense):
         count: int,
         squares: Tensor | None = None,
         add: Callable[[Tensor, float], None] | None = None,
+        clamp: Callable[[Tensor, float], None] | None = None,
+        made_of: tuple[Tensor, ...] = (),
     ) -> None:
-        for name, value in {"form": form, "count": count, "squares": squares, "add": add}.items():
+        hooks = {"form": form, "count": count, "squares": squares, "add": add, "clamp": clamp, "made_of": made_of}
+        for name, value in hooks.items():
             object.__setattr__(self, name, value)
 
     form: Callable[[slice], Tensor]
     count: int
     add: Callable[[Tensor, float], None] | None
+    clamp: Callable[[Tensor, float], None] | None
+    made_of: tuple[Tensor, ...]
 
     @property
     def values(self) -> Tensor:

@@ -43,6 +43,18 @@ def add_conv_rows(rows: Tensor, x: Tensor, g: Tensor, scale: float, *geometry: A
     _op("conv_rows_", rows)(rows, x.to(rows.dtype), g.to(rows.dtype), scale, *geometry)
 
 
+def add_outer_clamped(sums: Tensor, a: Tensor, g: Tensor, bound: float) -> None:
+    """sums [N, height, width] += those over N equal runs of samples of rows sum_t g_t a_t^T, clamped."""
+    a, g = at_least_float(a), at_least_float(g)
+    _op("outer_clamp_sum_", a)(sums, a, g, bound)
+
+
+def add_conv_clamped(sums: Tensor, x: Tensor, g: Tensor, bound: float, *geometry: Any) -> None:
+    """sums [N, O, C / groups, *kernel] += those over N equal runs of images of their weight gradients, clamped."""
+    x, g = at_least_float(x), at_least_float(g)
+    _op("conv_clamp_sum_", x)(sums, x, g, bound, *geometry)
+
+
 def conv_each(x: Tensor, w: Tensor, size: Any, *geometry: Any) -> Tensor:
     """The convolution of each image with weights of its own, w [N, O, C / groups, *kernel]; `size` of the output."""
     return _op("conv_each", x)(x, w.to(x.dtype), size, *geometry)  # type: ignore[no-any-return]

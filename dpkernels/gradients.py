@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dpkernels import checks, planner, self_check
+from dpkernels.each import Each
 from dpkernels.members import Members, members_of
 from dpkernels.nested import flat_tensors
 from dpkernels.per_sample import PerSample
@@ -17,7 +18,14 @@ from dpkernels.record import LossFunction, record
 
 
 def per_sample_gradients(
-    model: nn.Module, loss_fn: LossFunction, inputs: Any, targets: Any, *, max_bytes: int | None = None
+    model: nn.Module,
+    loss_fn: LossFunction,
+    inputs: Any,
+    targets: Any,
+    *,
+    max_bytes: int | None = None,
+    weights: Mapping[str, Tensor] | None = None,
+    where: Tensor | None = None,
 ) -> PerSample:
     """The gradient of each sample's loss, as a `PerSample`: from one forward and one backward.
 
@@ -36,6 +44,9 @@ def per_sample_gradients(
             (long sequences), and of convolutions, which otherwise form theirs twice; a quarter of what is free unless
             given, so give it where two runs must agree to the last bit. With 0 linear layers stay factors, and the
             difference of two results keeps more digits.
+        weights: by name, [N, *shape] for each parameter that requires grad: samples come in N equally long runs, and
+            gradients are taken at the weights of each run instead of the model's.
+        where: bool [B], the samples whose loss counts; others are padding, with rows of zeros.
 
     The unit of privacy is dim 0. Models whose rows would not be exact are refused with a `ValueError` that names the
     parameter and the op: layers that mix samples (BatchNorm in training mode), a loss that is not [B], gradients that
@@ -47,8 +58,26 @@ def per_sample_gradients(
     if batch == 0:
         shapes = {name: Shape(p.shape, p.dtype, p.device) for name, p in members.trainable.items()}
         return PerSample(0, shapes, {})
-    plan = self_check.ensure(model, members, loss_fn, inputs, targets)
-    return record(model, loss_fn, inputs, targets, batch, plan=plan, room=room, members=members)
+    each = None if weights is None else _of_runs(members, weights, batch)
+    counted = None if where is None else checks.samples("where", where, batch).float()
+    plan = self_check.ensure(model, members, loss_fn, inputs, targets, walking=each is not None)
+    options: dict[str, Any] = {"room": room} if each is None else {"each": each}
+    return record(model, loss_fn, inputs, targets, batch, plan=plan, members=members, weights=counted, **options)
+
+
+def _of_runs(members: Members, weights: Mapping[str, Tensor], batch: int) -> dict[str, Each]:
+    """What parameters are for each run of samples."""
+    names, runs = set(members.trainable), {len(w) for w in weights.values()}
+    if set(weights) != names or len(runs) != 1:
+        raise ValueError(f"weights: got {sorted(weights)}, must be as many of each parameter: {sorted(names)}")
+    for name, p in members.trainable.items():
+        given = weights[name]
+        if (given.shape[1:], given.dtype, given.device) != (p.shape, p.dtype, p.device) or batch % len(given):
+            raise ValueError(
+                f"weights[{name!r}]: has shape {tuple(given.shape)} of {given.dtype}, must be [N, *{tuple(p.shape)}] "
+                f"of {p.dtype}, where N divides the {batch} samples"
+            )
+    return {name: Each(p, of_runs=weights[name].detach(), batch=batch) for name, p in members.trainable.items()}
 
 
 def check_independence(model: nn.Module, loss_fn: LossFunction, inputs: Any, targets: Any) -> None:

@@ -62,7 +62,7 @@ class Ledger:
         self._next_batch: dict[tuple[int, int], int] = {}  # of each seed and purpose; never saved, as no seed is
         # number of releases of each kind, a tensor so that a compiled step does not depend on its value
         self._counts: dict[Kind, Tensor] = {}
-        self._allowed: dict[Kind, int] = {}  # so many are within the budget, if no other kind is added
+        self._allowed = Event((), adjacency)  # is within the budget
         self._lock = threading.Lock()
 
     def record(self, *, std: float, sensitivity: float, reproducible: bool, sampled: bool = True) -> None:
@@ -133,36 +133,42 @@ class Ledger:
         self._counts[kind].add_(1)
         self.reproducible = self.reproducible or reproducible
 
-    def _refuse_beyond(self, kind: Kind) -> None:
-        """Refuse a release that the budget does not allow; how many it does allow is found some at a time."""
-        if self.budget is None or math.isinf(kind[0]):
-            return
-        limit, delta = self.budget
-        count = int(self._counts.get(kind, 0)) + 1
-        if count <= self._allowed.get(kind, 0):
-            return
+    def allow(self, event: Event) -> None:
+        """Count a plan once, if it is within the budget: releases no worse than `event` are then not counted anew."""
+        self._check_budget(event)
+        self._allowed = event
 
-        def spent(wanted: int) -> float:
-            others = {other: int(n) for other, n in self._counts.items() if other != kind}
-            return events.epsilon(self._event(others | {kind: wanted}), delta)
-
-        if kind[0] == 0 or spent(count) > limit:
+    def _check_budget(self, event: Event) -> None:
+        if self.budget is not None and events.epsilon(event, self.budget[1]) > self.budget[0]:
+            limit, delta = self.budget
             raise BudgetError(
                 f"release {len(self) + 1}: would spend more than the budget of epsilon = {limit:g} at delta = {delta:g}"
             )
-        low, high = count, 2 * count  # low is allowed
-        while spent(high) <= limit and high < 1 << 40:
-            low, high = high, 2 * high
-        self._allowed = {kind: low}  # other kinds' figures did not know of these
-        if low == count and high > count + 1:
-            self._allowed[kind] = self._bisected(spent, low, high, limit)
 
-    @staticmethod
-    def _bisected(spent: Any, low: int, high: int, limit: float) -> int:
-        while high - low > max(1, low // 64):
-            middle = (low + high) // 2
-            low, high = (middle, high) if spent(middle) <= limit else (low, middle)
-        return low
+    def _refuse_beyond(self, kind: Kind) -> None:
+        """Refuse a release that the budget does not allow; how many like those so far it does is found now and then."""
+        if self.budget is None or math.isinf(kind[0]):
+            return
+        counts = {other: int(n) for other, n in self._counts.items()}
+        counts[kind] = counts.get(kind, 0) + 1
+        if events.no_worse(self._event(counts), self._allowed):
+            return
+        self._check_budget(self._event(counts))
+
+        def times(scale: float) -> Event:
+            return self._event({other: int(n * scale) for other, n in counts.items()})
+
+        def within(scale: float) -> bool:
+            return events.epsilon(times(scale), delta) <= limit
+
+        limit, delta = self.budget
+        low, high = 1.0, 2.0
+        while within(high) and high < 2.0**40:
+            low, high = high, 2 * high
+        while high - low > low / 64 and times(high) != times(low):
+            middle = (low + high) / 2
+            low, high = (middle, high) if within(middle) else (low, middle)
+        self._allowed = times(low)
 
     def __len__(self) -> int:
         return sum(int(count) for count in self._counts.values())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,12 @@ def _collect(x: Any, found: list[Tensor]) -> None:  # runs for every op of a mod
         for item in x.values():
             if type(item) not in _LEAVES:
                 _collect(item, found)
+
+
+def nested_like(x: Any, tensors: Sequence[Tensor]) -> Any:
+    """`x` with other tensors in the places of those in it, in the order of `flat_tensors`."""
+    others = iter(tensors)
+    return map_tensors(lambda _: next(others), x)
 
 
 def map_tensors(f: Callable[[Tensor], Any], x: Any) -> Any:

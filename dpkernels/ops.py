@@ -34,6 +34,9 @@ SCHEMAS = {
     "outer_rows_": "(Tensor(a!) rows, Tensor a, Tensor g, float scale) -> ()",
     "conv_rows_": "(Tensor(a!) rows, Tensor x, Tensor g, float scale, int[] stride, int[] padding, int[] dilation,"
     " int groups) -> ()",
+    "outer_clamp_sum_": "(Tensor(a!) sums, Tensor a, Tensor g, float bound) -> ()",
+    "conv_clamp_sum_": "(Tensor(a!) sums, Tensor x, Tensor g, float bound, int[] stride, int[] padding, int[] dilation,"
+    " int groups) -> ()",
     "conv_each": "(Tensor x, Tensor w, int[] size, int[] stride, int[] padding, int[] dilation, int groups) -> Tensor",
     "conv_each_input": "(Tensor g, Tensor w, int[] size, int[] stride, int[] padding, int[] dilation, int groups)"
     " -> Tensor",

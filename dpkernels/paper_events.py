@@ -167,7 +167,7 @@ def sdm_dsgd(
         raise ValueError(f"order: got {order!r}, must be 'noise-then-sparsify' or 'sparsify-then-noise'")
     counts: dict[int, int] = {}
     for number in kept:
-        rounded = _rounded_up(checks.whole("kept", number, low=0))
+        rounded = rounded_up(checks.whole("kept", number, low=0))
         counts[rounded] = counts.get(rounded, 0) + 1
     parts = [
         poisson_gaussian(noise_std * batch_size * scale / (clamp * math.sqrt(number)), sampling_rate, rounds)
@@ -219,7 +219,8 @@ def _positive(**numbers: float) -> None:
             raise ValueError(f"{name}: got 0, must be > 0")
 
 
-def _rounded_up(number: int) -> int:
+def rounded_up(number: int) -> int:
+    """To a number of so few that many rounds are counted quickly."""
     step = max(1, 1 << max(0, number.bit_length() - 1 - (_BUCKETS.bit_length() - 1)))
     return -(-number // step) * step
 

@@ -12,14 +12,16 @@ every coordinate of every trainable parameter, also where no sample has a gradie
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dpkernels import checks, clipping, factors, inner, placing, sums
+from dpkernels import checks, clamped, clipping, factors, inner, placing, sums
 from dpkernels.dense import ClippedSum, check_noise, norm_rule, take_release
 from dpkernels.noise import Gaussian
 from dpkernels.placing import Part, Shape
@@ -106,10 +108,8 @@ class PerSample:
         self._check_sums(onto)
         if noise is not None:
             check_noise(noise)
-        if where is not None and not (
-            isinstance(where, Tensor) and where.dtype == torch.bool and where.shape == (self.batch_size,)
-        ):
-            raise ValueError(f"where: got {where!r:.60}, must be a bool tensor of shape ({self.batch_size},)")
+        if where is not None:
+            checks.samples("where", where, self.batch_size)
         scale = checks.number("scale", scale, low=-math.inf)
         exact = onto is not None or dtype == torch.float64 or (noise is not None and noise.secure)
         squares, uppers = self._squares(rounded=not exact)
@@ -171,25 +171,40 @@ class PerSample:
         Sensitivity under add-remove: `bound` in each coordinate, so bound * sqrt(d) in L2 norm for d coordinates in
         all; twice that under replace-one.
         """
-        limit = checks.number("bound", bound, low=0, finite=False)
-        squares, uppers = self._squares()
-        keep = uppers.sum(1).isfinite()
-        kept = None if bool(keep.all()) else keep
-        totals = []
-        for name, shape in self._shapes.items():
-            total = self._zeros(shape.size.numel())
-            for part in self._parts[name]:
-                matrix = factors.zero_samples(part.matrix, kept)
-                lines = total.new_zeros(matrix.height, matrix.width)
-                for samples, low, high in factors.pieces(matrix):
-                    lines[low:high] += factors.block(matrix, samples, low, high).clamp(-limit, limit).sum(0)
-                placing.add(total, part.place, lines)
-            totals.append(total.view(shape.size))
-        sensitivity = limit * math.sqrt(self._width) if self._width else 0.0
+        totals = [t[0] for t in self.clamped_sums(bound).values()]
+        sensitivity = bound * math.sqrt(self._width) if self._width else 0.0
         stream, std = take_release(noise, sensitivity, self._width)
         if stream is not None and totals:
             torch.ops.dpkernels.add_gaussian_(totals, stream, std)
-        return ClippedSum(self._named(totals), self._norms(squares))
+        return ClippedSum(self._named(totals), self.norms())
+
+    def clamped_sums(
+        self, bound: float, runs: int = 1, *, onto: Mapping[str, Tensor] | None = None
+    ) -> dict[str, Tensor]:
+        """The sums of clamped rows over `runs` equally long runs of samples, [runs, *shape] in float64; NOT private.
+
+        For what is made of such sums: one record moves one of them, by at most `bound` in each coordinate. They are
+        added to those of `onto`, if given, each run of which must be contiguous.
+        """
+        limit = checks.number("bound", bound, low=0, finite=False)
+        if checks.whole("runs", runs, low=1) and self.batch_size % runs:
+            raise ValueError(f"runs: got {runs}, must divide the number of samples, {self.batch_size}")
+        matrices = [p.matrix for parts in self._parts.values() for p in parts]
+        keep = functools.reduce(operator.and_, (clamped.finite(m) for m in matrices)) if matrices else None
+        keep = None if keep is None or bool(keep.all()) else keep
+        totals = {}
+        for name, shape in self._shapes.items():
+            total = self._zeros(runs, *shape.size) if onto is None else onto[name]
+            for part in self._parts[name]:
+                matrix = factors.zero_samples(part.matrix, keep)
+                if part.place is None:
+                    clamped.add_clamped(total.view(runs, matrix.height, matrix.width), matrix, limit)
+                else:
+                    lines = total.new_zeros(runs, matrix.height, matrix.width)
+                    clamped.add_clamped(lines, matrix, limit)
+                    part.place.of(total.view(runs, -1)).add_(lines.view(runs, *part.place.size))
+            totals[name] = total
+        return totals
 
     def weighted_sums(self, weights: Tensor) -> Iterator[tuple[str, Tensor]]:
         """sum_i weights_i row_i, one parameter after the other, without clipping or noise: NOT private. In float64."""

@@ -86,6 +86,35 @@ def conv_rows_(
     rows.add_(conv_rows(x, g, rows.shape[3:], stride, padding, dilation, groups)[0], alpha=scale)
 
 
+def clamp_sum_(sums: Tensor, rows: Tensor, bound: float) -> None:
+    """sums [N, ...] += those over N equal runs of rows [B, ...], clamped to [-bound, bound]; in float64.
+
+    What overflows to no number counts as the bound.
+    """
+    wide = rows.double().clamp(-bound, bound)
+    runs = torch.where(wide.isnan(), bound, wide).view(len(sums), -1, *sums.shape[1:])
+    sums.add_(runs.sum(1))
+
+
+def outer_clamp_sum_(sums: Tensor, a: Tensor, g: Tensor, bound: float) -> None:
+    """`clamp_sum_` of rows sum_t g_t a_t^T, from a [B, T, p] and g [B, T, d]."""
+    clamp_sum_(sums, outer_rows(a, g)[0], bound)
+
+
+def conv_clamp_sum_(
+    sums: Tensor,
+    x: Tensor,
+    g: Tensor,
+    bound: float,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> None:
+    """`clamp_sum_` of each sample's weight gradient, see `conv_rows`."""
+    clamp_sum_(sums, conv_rows(x, g, sums.shape[3:], stride, padding, dilation, groups)[0], bound)
+
+
 def conv_each(
     x: Tensor,
     w: Tensor,
@@ -97,10 +126,12 @@ def conv_each(
 ) -> Tensor:
     """The convolution of each image x_n [C, ...] with weights w_n [O, C / groups, ...], to outputs [O, *size].
 
-    As in `conv_rows`: `padding` comes before, and all samples are groups of one image.
+    As in `conv_rows`: `padding` comes before, and all samples are groups of one image. With fewer weights than images,
+    each is that of a run of images.
     """
     if x.shape[0] == 0:
         return x.new_zeros(0, w.shape[1], *size)
+    w = w.repeat_interleave(len(x) // len(w), 0)
     x = _padded(x, size, w.shape[3:], stride, padding, dilation)
     zeros = [0] * len(size)
     images, weights = x.reshape(1, -1, *x.shape[2:]), w.reshape(-1, *w.shape[2:])
@@ -121,6 +152,7 @@ def conv_each_input(
     count, channels = g.shape[0], w.shape[2] * groups
     if count == 0:
         return g.new_zeros(0, channels, *size)
+    w = w.repeat_interleave(count // len(w), 0)
     sides = _sides(size, g.shape[2:], w.shape[3:], stride, padding, dilation)
     padded = [n + before + after for n, (before, after) in zip(size, sides, strict=True)]
     zeros = [0] * len(size)

@@ -48,6 +48,16 @@ def test_convolution(name):
 
 
 @pytest.mark.parametrize("name", CONVOLUTIONS)
+@pytest.mark.usefixtures("isa")
+def test_a_weight_for_each_run_of_images(name):
+    x, w, g, steps = made(name, batch=6)
+    each = w[:2].repeat_interleave(3, 0)
+    for source in (OPS, reference_layers):
+        for got, wanted in zip(both(source, x, w[:2], g, steps), both(source, x, each, g, steps), strict=True):
+            assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
 def test_the_reference(name):
     x, w, g, steps = made(name)
     close(both(reference_layers, x.double(), w.double(), g.double(), steps), by_autograd(x, w, g, *steps), 1e-13)

@@ -117,6 +117,71 @@ def test_outer_onto_weights(sizes):
     torch.testing.assert_close(weights.double(), wanted, rtol=1e-5, atol=1e-4)
 
 
+def check_clamped(got, rows, bound):
+    """Sums over two runs of float64 rows; coordinates whose rounding decides about the clamp are off by as little."""
+    wanted = rows.clamp(-bound, bound).unflatten(0, (2, -1)).sum(1) + 1
+    assert got.dtype == torch.float64
+    torch.testing.assert_close(got, wanted, rtol=0, atol=2e-6 * len(rows) * float(rows.abs().max()))
+
+
+@pytest.mark.parametrize("bound", [0.0, 0.7, 1e3])
+@pytest.mark.parametrize("sizes", [(4, *sizes[1:]) for sizes in OUTER])
+@pytest.mark.usefixtures("isa")
+def test_clamped_sums_of_outer_products(sizes, bound):
+    batch, length, width, height = sizes
+    a, g = torch.randn(batch, length, width), torch.randn(batch, length, height)
+    whole = torch.ones(2, height * width + 3, dtype=torch.float64)
+    sums = whole[:, 1:-2].view(2, height, width)
+    OPS.outer_clamp_sum_(sums, a, g, bound)
+    check_clamped(sums, g.double().transpose(1, 2) @ a.double(), bound)
+    assert (whole[:, [0, -2, -1]] == 1).all()
+    again = torch.ones_like(sums)
+    reference_layers.outer_clamp_sum_(again, a.double(), g.double(), bound)
+    check_clamped(again, g.double().transpose(1, 2) @ a.double(), bound)
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+@pytest.mark.usefixtures("isa")
+def test_clamped_sums_of_convolutions(name):
+    x, g, (kernel, *steps) = convolution(name, batch=4)
+    rows = by_autograd(x, g, kernel, *steps)
+    bound = float(rows.abs().median())
+    for source, dtype in ((OPS, torch.float32), (reference_layers, torch.float64)):
+        sums = torch.ones(2, *rows.shape[1:], dtype=torch.float64)
+        source.conv_clamp_sum_(sums, x.to(dtype), g.to(dtype), bound, *steps)
+        check_clamped(sums, rows, bound)
+
+
+@pytest.mark.parametrize("length", [1, 5])
+@pytest.mark.usefixtures("isa")
+def test_a_clamped_coordinate_is_never_beyond_its_bound(length):
+    """Also where the bound is no float32, and where products overflow."""
+    bound = 0.1
+    assert float(torch.tensor(bound)) > bound
+    a, g = torch.full((1, length, 37), 3e38), torch.full((1, length, 5), 1e30)
+    g[:, :, ::2] *= -1
+    a[:, :, 3] = 0.1 / length
+    g[:, :, 4] = 1.0
+    sums = torch.zeros(1, 5, 37, dtype=torch.float64)
+    OPS.outer_clamp_sum_(sums, a, g, bound)
+    assert float(sums.abs().max()) <= bound
+    assert float(sums.abs().min()) > bound * (1 - 1e-6)
+
+
+@pytest.mark.usefixtures("isa")
+def test_clamped_sums_have_the_same_bits_for_any_number_of_threads():
+    x, g, (_, *steps) = convolution("wide", batch=9)
+    a, b = torch.randn(9, 1, 60), torch.randn(9, 1, 21)
+    found = []
+    for threads in (2, 1):
+        torch.set_num_threads(threads)
+        sums = [torch.zeros(3, 24, 16, 3, 3).double(), torch.zeros(3, 21, 60).double()]
+        OPS.conv_clamp_sum_(sums[0], x, g, 0.5, *steps)
+        OPS.outer_clamp_sum_(sums[1], a, b, 0.5)
+        found.append(sums)
+    assert all(torch.equal(p, q) for p, q in zip(*found, strict=True))
+
+
 @pytest.mark.usefixtures("isa")
 def test_channels_last_input():
     x, g, options = convolution("wide")

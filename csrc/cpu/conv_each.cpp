@@ -109,10 +109,24 @@ void in_units(int64_t groups, int64_t blocks, const Work& work) {
   });
 }
 
-Convolution sizes_of(const Tensor& w, const Three& in, const Three& out, const std::vector<int64_t>& stride,
-                     const std::vector<int64_t>& padding, const std::vector<int64_t>& dilation, int64_t groups) {
-  return {w.size(0), groups,          w.size(2),        w.size(1) / groups, in,
-          out,       places_of(w, 3), three(stride, 1), three(padding, 0),  three(dilation, 1)};
+// Where the weights of a group of an image are, among all groups of all weights; each weight is that of a run of
+// images.
+struct Owners {
+  int64_t groups, each;
+  int64_t operator()(int64_t group) const { return group / groups / each * groups + group % groups; }
+};
+
+Owners owners_of(const Tensor& images, const Tensor& w, int64_t groups) {
+  const int64_t batch = images.size(0), each = w.size(0) ? batch / w.size(0) : 0;
+  STD_TORCH_CHECK(w.size(0) * each == batch, "conv_each: sizes do not fit together");
+  return {groups, each};
+}
+
+Convolution sizes_of(const Tensor& images, const Tensor& w, const Three& in, const Three& out,
+                     const std::vector<int64_t>& stride, const std::vector<int64_t>& padding,
+                     const std::vector<int64_t>& dilation, int64_t groups) {
+  return {images.size(0),  groups,           w.size(2),         w.size(1) / groups, in, out,
+          places_of(w, 3), three(stride, 1), three(padding, 0), three(dilation, 1)};
 }
 
 Tensor output(int64_t batch, int64_t channels, const std::vector<int64_t>& size) {
@@ -126,9 +140,9 @@ Tensor output(int64_t batch, int64_t channels, const std::vector<int64_t>& size)
 Tensor conv_each(const Tensor& x_given, const Tensor& w_given, std::vector<int64_t> size, std::vector<int64_t> stride,
                  std::vector<int64_t> padding, std::vector<int64_t> dilation, int64_t groups) {
   const Tensor x = torch::stable::contiguous(x_given), w = torch::stable::contiguous(w_given);
-  const Convolution s = sizes_of(w, places_of(x, 2), three(size, 1), stride, padding, dilation, groups);
-  STD_TORCH_CHECK(w.dim() == x.dim() + 1 && x.size(0) == s.batch && x.size(1) == s.inputs * groups,
-                  "conv_each: sizes do not fit together");
+  const Convolution s = sizes_of(x, w, places_of(x, 2), three(size, 1), stride, padding, dilation, groups);
+  STD_TORCH_CHECK(w.dim() == x.dim() + 1 && x.size(1) == s.inputs * groups, "conv_each: sizes do not fit together");
+  const Owners owner = owners_of(x, w, groups);
   Tensor y = output(s.batch, w.size(1), size);
   if (y.numel() == 0) return y;
   const ConvEachKernels& k = conv_each_kernels();
@@ -157,7 +171,8 @@ Tensor conv_each(const Tensor& x_given, const Tensor& w_given, std::vector<int64
     for (int64_t b = begin; b < end; ++b) {
       const int64_t first = group * s.outputs + b * k.block;
       const int rows = static_cast<int>(std::min<int64_t>(k.block, s.outputs - b * k.block));
-      weight_row_kernels().interleave(w_data + first * row, row, rows, row, weights, k.block);
+      const float* from_weights = w_data + (owner(group) * s.outputs + b * k.block) * row;
+      weight_row_kernels().interleave(from_weights, row, rows, row, weights, k.block);
       run_part(k, part, weights, rows, packed, [&](int m, int64_t z, int64_t line, const float* from) {
         std::copy_n(from, s.out[2], y_data + (first + m) * places + (z * s.out[1] + line) * s.out[2]);
       });
@@ -170,9 +185,9 @@ Tensor conv_each_input(const Tensor& g_given, const Tensor& w_given, std::vector
                        std::vector<int64_t> stride, std::vector<int64_t> padding, std::vector<int64_t> dilation,
                        int64_t groups) {
   const Tensor g = torch::stable::contiguous(g_given), w = torch::stable::contiguous(w_given);
-  const Convolution s = sizes_of(w, three(size, 1), places_of(g, 2), stride, padding, dilation, groups);
-  STD_TORCH_CHECK(w.dim() == g.dim() + 1 && g.size(0) == s.batch && g.size(1) == w.size(1),
-                  "conv_each_input: sizes do not fit together");
+  const Convolution s = sizes_of(g, w, three(size, 1), places_of(g, 2), stride, padding, dilation, groups);
+  STD_TORCH_CHECK(w.dim() == g.dim() + 1 && g.size(1) == w.size(1), "conv_each_input: sizes do not fit together");
+  const Owners owner = owners_of(g, w, groups);
   Tensor dx = output(s.batch, s.inputs * groups, size);
   if (dx.numel() == 0) return dx;
   const ConvEachKernels& k = conv_each_kernels();
@@ -226,7 +241,7 @@ Tensor conv_each_input(const Tensor& g_given, const Tensor& w_given, std::vector
       const int64_t first = b * k.block;
       const int rows = static_cast<int>(std::min<int64_t>(k.block, s.inputs - first));
       for (int64_t o = 0; o < s.outputs; ++o) {
-        const float* from = w_data + ((group * s.outputs + o) * s.inputs + first) * count;
+        const float* from = w_data + ((owner(group) * s.outputs + o) * s.inputs + first) * count;
         weight_row_kernels().interleave(from, count, rows, count, weights + o * count * k.block, k.block);
       }
       for (size_t p = 0; p < parts.size(); ++p) {

@@ -1,4 +1,5 @@
-// Convolution with each sample's own weights, and its gradient with respect to the images. float32.
+// Convolution with each sample's own weights, and its gradient with respect to the images. float32. With fewer weights
+// than images, each is that of a run of images, all equally long.
 //
 //   conv_each:        y[n][o][p] = sum_(c, k) w[n][o][c][k] x[n][c][p * stride + k * dilation - padding]
 //   conv_each_input:  dx[n][c][q] = sum_(o, k) w[n][o][c][k] g[n][o][(q + padding - k * dilation) / stride], where

@@ -57,6 +57,38 @@ inline uint32_t sign_bits(Ints mask) {
 #endif
 }
 
+// x within [-limit, limit]; what is not a number becomes the limit.
+inline Floats clamped(Floats x, Floats limit) {
+#if !DPK_HAVE_X86_VARIANTS
+  x = x < limit ? x : limit;
+  return x > -limit ? x : -limit;
+#elif DPK_LANES == 16
+  return (Floats)_mm512_maskz_max_ps(0xFFFF, _mm512_maskz_min_ps(0xFFFF, (__m512)x, (__m512)limit), (__m512)-limit);
+#elif DPK_LANES == 8
+  return (Floats)_mm256_max_ps(_mm256_min_ps((__m256)x, (__m256)limit), (__m256)-limit);
+#else
+  return (Floats)_mm_max_ps(_mm_min_ps((__m128)x, (__m128)limit), (__m128)-limit);
+#endif
+}
+
+inline float clamped(float x, float limit) {
+  x = x < limit ? x : limit;
+  return x > -limit ? x : -limit;
+}
+
+// The lower and the upper half of the lanes.
+inline HalfFloats low_half(Floats x) { return load<HalfFloats>(&x); }
+
+inline HalfFloats high_half(Floats x) {
+#if DPK_HAVE_X86_VARIANTS && DPK_LANES == 16
+  return (HalfFloats)_mm512_maskz_extractf32x8_ps(0xFF, (__m512)x, 1);
+#elif DPK_HAVE_X86_VARIANTS && DPK_LANES == 8
+  return (HalfFloats)_mm256_extractf128_ps((__m256)x, 1);
+#else
+  return load<HalfFloats>(reinterpret_cast<const char*>(&x) + sizeof(HalfFloats));
+#endif
+}
+
 inline Floats square_root(Floats x) {
 #if !DPK_HAVE_X86_VARIANTS
   for (int l = 0; l < lanes; ++l) x[l] = __builtin_sqrtf(x[l]);

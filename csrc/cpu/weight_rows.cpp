@@ -1,9 +1,10 @@
 // outer_rows, outer_squares and conv_rows: each sample's weight gradient and its norm^2 (weight_rows.h). With an
-// underscore: added onto weights of its own.
+// underscore: added onto weights of its own, or clamped and added to the sum of a run of samples.
 #include "weight_rows.h"
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <cstring>
 #include <vector>
 
@@ -38,6 +39,12 @@ void fence() {
 
 bool many(int64_t floats) { return floats * static_cast<int64_t>(sizeof(float)) >= streamed_bytes; }
 
+// The largest float that is not beyond the bound.
+float limit_of(double bound) {
+  const auto limit = static_cast<float>(bound);
+  return static_cast<double>(limit) > bound ? std::nextafter(limit, 0.0f) : limit;
+}
+
 Tensor sum_of_parts(const std::vector<double>& parts, int64_t batch) {
   Tensor squares = empty(&batch, 1, ScalarType::Double);
   auto* out = squares.mutable_data_ptr<double>();
@@ -65,56 +72,84 @@ struct Destination {
   }
 };
 
+// The factors of a linear layer's rows, whose columns are cut into panels of about equal width.
+struct OuterFactors {
+  Tensor a, g;
+  int64_t batch, length, width, height, tile, panels, blocks;
+  const WeightRowKernels& k;
+
+  OuterFactors(const Tensor& a_given, const Tensor& g_given)
+      : a(with_contiguous_lines(a_given)),
+        g(with_contiguous_lines(g_given)),
+        batch(a.size(0)),
+        length(a.size(1)),
+        width(a.size(2)),
+        height(g.size(2)),
+        tile(tile_vectors * weight_row_kernels().lanes),
+        panels(divide_up(width, tile)),
+        blocks(divide_up(height, weight_row_kernels().block)),
+        k(weight_row_kernels()) {}
+
+  int64_t start(int64_t panel) const { return panel * divide_up(width, k.lanes) / panels * k.lanes; }
+
+  // The g's of a sample, [blocks][length][block]: a few lines of all blocks at a time, to read and write in runs.
+  const float* packed(int64_t b) const {
+    float* to = scratch(0, blocks * length * k.block);
+    for (int64_t t = 0; t < length; t += lines_at_a_time) {
+      const int64_t count = std::min(lines_at_a_time, length - t);
+      const float* from = g.const_data_ptr<float>() + b * g.stride(0) + t * g.stride(1);
+      for (int64_t i = 0; i < height; i += k.block) {
+        k.pack(from + i, g.stride(1), count, std::min<int64_t>(k.block, height - i), to + i * length + t * k.block,
+               k.block, k.block);
+      }
+    }
+    return to;
+  }
+
+  // Forms the columns of one panel of a sample's row: visit(tile, its first line, lines, first column, columns).
+  template <class Visit>
+  void form(const float* g_packed, int64_t b, int64_t p, const Visit& visit) const {
+    float* panel = scratch(1, places_at_a_time * tile);
+    float* tiles = scratch(2, blocks * k.block * tile);
+    const int64_t first = start(p), columns = std::min(start(p + 1), width) - first;
+    const int64_t vectors = divide_up(columns, k.lanes), run = vectors * k.lanes;
+    for (int64_t t0 = 0; t0 < length || t0 == 0; t0 += places_at_a_time) {
+      const int64_t count = std::min(places_at_a_time, length - t0);
+      k.pack(a.const_data_ptr<float>() + b * a.stride(0) + t0 * a.stride(1) + first, a.stride(1), count, columns, panel,
+             run, run);
+      const Walk walk{{1, 1, count}, {0, 0, run}};
+      for (int64_t i = 0; i < height; i += k.block) {
+        const int lines = static_cast<int>(std::min<int64_t>(k.block, height - i));
+        float* at = tiles + i * tile;
+        k.product(g_packed + i * length + t0 * k.block, lines, panel, static_cast<int>(vectors), walk, at, tile,
+                  t0 > 0);
+        if (t0 + count >= length) visit(at, i, lines, first, columns);
+      }
+    }
+  }
+};
+
 // The squares, unless rows are added onto others.
-Tensor form_outer(const Tensor& a_given, const Tensor& g_given, const Destination& out) {
-  const Tensor a = with_contiguous_lines(a_given), g = with_contiguous_lines(g_given);
-  const int64_t batch = a.size(0), length = a.size(1), width = a.size(2), height = g.size(2);
-  const WeightRowKernels& k = weight_row_kernels();
-  const auto* a_data = a.const_data_ptr<float>();
-  const auto* g_data = g.const_data_ptr<float>();
-  const bool past_caches = many(batch * height * width);
-  const int64_t tile = tile_vectors * k.lanes, panels = divide_up(width, tile),
-                vectors_in_all = divide_up(width, k.lanes);
-  const auto panel_start = [&](int64_t p) { return p * vectors_in_all / panels * k.lanes; };  // about equally wide
-  const int64_t blocks = divide_up(height, k.block);
-  const int64_t parts = parts_of(batch, panels);
-  std::vector<double> squares(static_cast<size_t>(batch * panels), 0.0);
-  parallel_for(0, batch * parts, 1, [&](int64_t begin, int64_t end) {
+Tensor form_outer(const Tensor& a, const Tensor& g, const Destination& out) {
+  const OuterFactors f(a, g);
+  const bool past_caches = many(f.batch * f.height * f.width);
+  const int64_t parts = parts_of(f.batch, f.panels);
+  std::vector<double> squares(static_cast<size_t>(f.batch * f.panels), 0.0);
+  parallel_for(0, f.batch * parts, 1, [&](int64_t begin, int64_t end) {
     for (int64_t unit = begin; unit < end; ++unit) {
       const int64_t b = unit / parts, part = unit % parts;
-      float* packed = scratch(0, blocks * length * k.block);   // [blocks][length][block]
-      for (int64_t t = 0; t < length; t += lines_at_a_time) {  // a few lines of all blocks: reads and writes in runs
-        const int64_t count = std::min(lines_at_a_time, length - t);
-        const float* from = g_data + b * g.stride(0) + t * g.stride(1);
-        for (int64_t i = 0; i < height; i += k.block) {
-          k.pack(from + i, g.stride(1), count, std::min<int64_t>(k.block, height - i),
-                 packed + i * length + t * k.block, k.block, k.block);
-        }
-      }
-      float* panel = scratch(1, places_at_a_time * tile);
-      float* tiles = scratch(2, blocks * k.block * tile);
-      for (int64_t p = panels * part / parts; p < panels * (part + 1) / parts; ++p) {
-        double& square = squares[static_cast<size_t>(b * panels + p)];
-        const int64_t first = panel_start(p), columns = std::min(panel_start(p + 1), width) - first;
-        const int64_t vectors = divide_up(columns, k.lanes), run = vectors * k.lanes;
-        for (int64_t t0 = 0; t0 < length || t0 == 0; t0 += places_at_a_time) {
-          const int64_t count = std::min(places_at_a_time, length - t0);
-          k.pack(a_data + b * a.stride(0) + t0 * a.stride(1) + first, a.stride(1), count, columns, panel, run, run);
-          const Walk walk{{1, 1, count}, {0, 0, run}};
-          for (int64_t i = 0; i < height; i += k.block) {
-            const int lines = static_cast<int>(std::min<int64_t>(k.block, height - i));
-            float* at = tiles + i * tile;
-            k.product(packed + i * length + t0 * k.block, lines, panel, static_cast<int>(vectors), walk, at, tile,
-                      t0 > 0);
-            if (t0 + count < length) continue;
-            square += out.put(k, at, tile, lines, columns, (b * height + i) * width + first, width, past_caches);
-          }
-        }
+      const float* packed = f.packed(b);
+      for (int64_t p = f.panels * part / parts; p < f.panels * (part + 1) / parts; ++p) {
+        double& square = squares[static_cast<size_t>(b * f.panels + p)];
+        f.form(packed, b, p, [&](const float* tile, int64_t line, int lines, int64_t first, int64_t columns) {
+          square +=
+              out.put(f.k, tile, f.tile, lines, columns, (b * f.height + line) * f.width + first, f.width, past_caches);
+        });
       }
     }
     fence();
   });
-  return sum_of_parts(squares, batch);
+  return sum_of_parts(squares, f.batch);
 }
 
 }  // namespace
@@ -133,6 +168,52 @@ void outer_rows_(Tensor rows, const Tensor& a, const Tensor& g, double scale) {
 }
 
 Tensor outer_squares(const Tensor& a, const Tensor& g) { return form_outer(a, g, {}); }
+
+// Sums of runs in float64, [N, ...], each of them contiguous.
+bool are_sums(const Tensor& sums) {
+  int64_t stride = 1;
+  for (int64_t d = sums.dim() - 1; d > 0; --d) {
+    if (sums.size(d) != 1 && sums.stride(d) != stride) return false;
+    stride *= sums.size(d);
+  }
+  return sums.scalar_type() == ScalarType::Double;
+}
+
+// sums [N, height, width]: those of N equal runs of samples, one after the other
+void outer_clamp_sum_(Tensor sums, const Tensor& a, const Tensor& g, double bound) {
+  const OuterFactors f(a, g);
+  const int64_t runs = sums.size(0), each = runs ? f.batch / runs : 0;
+  STD_TORCH_CHECK(sums.size(1) == f.height && sums.size(2) == f.width && f.g.size(0) == f.batch &&
+                      f.g.size(1) == f.length && runs * each == f.batch && are_sums(sums),
+                  "outer_clamp_sum_: sizes do not fit together");
+  auto* out = sums.mutable_data_ptr<double>();
+  const float limit = limit_of(bound);
+  if (f.length == 1) {  // sums stay in registers
+    const int64_t parts = parts_of(runs, f.blocks);
+    parallel_for(0, runs * parts, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t unit = begin; unit < end; ++unit) {
+        const int64_t n = unit / parts, part = unit % parts;
+        const int64_t first = f.blocks * part / parts * f.k.block,
+                      last = std::min(f.blocks * (part + 1) / parts * f.k.block, f.height);
+        f.k.clamp_products(f.a.const_data_ptr<float>() + n * each * f.a.stride(0), f.a.stride(0),
+                           f.g.const_data_ptr<float>() + n * each * f.g.stride(0) + first, f.g.stride(0), each,
+                           last - first, f.width, limit, out + n * sums.stride(0) + first * f.width, f.width);
+      }
+    });
+    return;
+  }
+  parallel_for(0, runs * f.panels, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t unit = begin; unit < end; ++unit) {
+      const int64_t n = unit / f.panels, p = unit % f.panels;
+      for (int64_t b = n * each; b < (n + 1) * each; ++b) {
+        f.form(f.packed(b), b, p, [&](const float* tile, int64_t line, int lines, int64_t first, int64_t columns) {
+          f.k.clamp_add(tile, f.tile, lines, columns, limit, out + n * sums.stride(0) + line * f.width + first,
+                        f.width);
+        });
+      }
+    }
+  });
+}
 
 namespace {
 
@@ -178,54 +259,81 @@ void conv_tile(const Convolution& s, const Three& padded, const WeightRowKernels
   }
 }
 
-Tensor form_conv(const Tensor& x_given, const Tensor& g_given, const Three& kernel, const std::vector<int64_t>& stride,
-                 const std::vector<int64_t>& padding, const std::vector<int64_t>& dilation, int64_t groups,
-                 const Destination& out) {
-  const Tensor x = torch::stable::contiguous(x_given), g = torch::stable::contiguous(g_given);
-  const Convolution s{x.size(0),       groups, x.size(1) / groups, g.size(1) / groups, places_of(x, 2),
-                      places_of(g, 2), kernel, three(stride, 1),   three(padding, 0),  three(dilation, 1)};
-  Three padded = s.reach();
-  for (size_t d = 0; d < 3; ++d) padded[d] = std::max(s.in[d] + s.padding[d], padded[d]);
-  const WeightRowKernels& k = weight_row_kernels();
-  const auto* x_data = x.const_data_ptr<float>();
-  const auto* g_data = g.const_data_ptr<float>();
-  const int64_t taps = product_of(kernel), places = product_of(s.out);
-  const bool past_caches = many(s.batch * g.size(1) * s.inputs * taps);
-  const int64_t in_places = product_of(s.in), row = taps * s.inputs, slack = tile_vectors * k.lanes;
-  const int64_t packed_floats = product_of(padded) * s.inputs + slack;
-  const int64_t blocks = divide_up(s.outputs, k.block), samples_groups = s.batch * groups;
-  const int64_t parts = parts_of(samples_groups, blocks);
-  std::vector<double> squares(static_cast<size_t>(samples_groups * blocks), 0.0);
+// The images and output gradients of a convolution, whose outputs are cut into blocks.
+struct ConvFactors {
+  Tensor x, g;
+  Convolution s;
+  Three padded;
+  const WeightRowKernels& k;
+  int64_t taps, places, row, slack, blocks;
+
+  ConvFactors(const Tensor& x_given, const Tensor& g_given, const Three& kernel, const std::vector<int64_t>& stride,
+              const std::vector<int64_t>& padding, const std::vector<int64_t>& dilation, int64_t groups)
+      : x(torch::stable::contiguous(x_given)),
+        g(torch::stable::contiguous(g_given)),
+        s{x.size(0),       groups, x.size(1) / groups, g.size(1) / groups, places_of(x, 2),
+          places_of(g, 2), kernel, three(stride, 1),   three(padding, 0),  three(dilation, 1)},
+        padded(s.reach()),
+        k(weight_row_kernels()),
+        taps(product_of(kernel)),
+        places(product_of(s.out)),
+        row(taps * s.inputs),
+        slack(tile_vectors * k.lanes),
+        blocks(divide_up(s.outputs, k.block)) {
+    for (size_t d = 0; d < 3; ++d) padded[d] = std::max(s.in[d] + s.padding[d], padded[d]);
+  }
+
+  // The inputs of a group, of all groups of all samples.
+  const float* packed(int64_t group) const {
+    float* to = scratch(0, product_of(padded) * s.inputs + slack);
+    pack_inputs(s, padded, k, x.const_data_ptr<float>() + group * s.inputs * product_of(s.in), to);
+    return to;
+  }
+
+  // Forms the lines of one block of outputs in a group's row: visit(line, which).
+  template <class Visit>
+  void form(const float* x_packed, int64_t group, int64_t block, const Visit& visit) const {
+    float* g_packed = scratch(1, places * k.block);
+    float* tile = scratch(2, k.block * (row + slack));
+    float* turned = scratch(3, row);
+    const int64_t first = block * k.block;
+    const int lines = static_cast<int>(std::min<int64_t>(k.block, s.outputs - first));
+    k.interleave(g.const_data_ptr<float>() + (group * s.outputs + first) * places, places, lines, places, g_packed,
+                 k.block);
+    if (places == 0) std::fill_n(tile, lines * (row + slack), 0.0f);
+    conv_tile(s, padded, k, g_packed, lines, x_packed, tile, row + slack);
+    for (int m = 0; m < lines; ++m) {
+      const float* from = tile + m * (row + slack);
+      if (taps > 1) {
+        k.interleave(from, s.inputs, static_cast<int>(taps), s.inputs, turned, taps);
+        from = turned;
+      }
+      visit(from, first + m);
+    }
+  }
+};
+
+Tensor form_conv(const ConvFactors& f, const Destination& out) {
+  const int64_t samples_groups = f.s.batch * f.s.groups, parts = parts_of(samples_groups, f.blocks);
+  const bool past_caches = many(samples_groups * f.s.outputs * f.row);
+  std::vector<double> squares(static_cast<size_t>(samples_groups * f.blocks), 0.0);
   parallel_for(0, samples_groups * parts, 1, [&](int64_t begin, int64_t end) {
     int64_t packed_for = -1;
+    const float* packed = nullptr;
     for (int64_t unit = begin; unit < end; ++unit) {
       const int64_t group = unit / parts, part = unit % parts;  // of all groups of all samples
-      float* packed = scratch(0, packed_floats);
-      if (group != packed_for) pack_inputs(s, padded, k, x_data + group * s.inputs * in_places, packed);
+      if (group != packed_for) packed = f.packed(group);
       packed_for = group;
-      float* g_packed = scratch(1, places * k.block);
-      float* tile = scratch(2, k.block * (row + slack));
-      float* turned = scratch(3, row);
-      for (int64_t b = blocks * part / parts; b < blocks * (part + 1) / parts; ++b) {
-        double& square = squares[static_cast<size_t>(group * blocks + b)];
-        const int64_t first = b * k.block;
-        const int lines = static_cast<int>(std::min<int64_t>(k.block, s.outputs - first));
-        k.interleave(g_data + (group * s.outputs + first) * places, places, lines, places, g_packed, k.block);
-        if (places == 0) std::fill_n(tile, lines * (row + slack), 0.0f);
-        conv_tile(s, padded, k, g_packed, lines, packed, tile, row + slack);
-        for (int m = 0; m < lines; ++m) {
-          const float* from = tile + m * (row + slack);
-          if (taps > 1) {
-            k.interleave(from, s.inputs, static_cast<int>(taps), s.inputs, turned, taps);
-            from = turned;
-          }
-          square += out.put(k, from, row, 1, row, (group * s.outputs + first + m) * row, row, past_caches);
-        }
+      for (int64_t b = f.blocks * part / parts; b < f.blocks * (part + 1) / parts; ++b) {
+        double& square = squares[static_cast<size_t>(group * f.blocks + b)];
+        f.form(packed, group, b, [&](const float* line, int64_t which) {
+          square += out.put(f.k, line, f.row, 1, f.row, (group * f.s.outputs + which) * f.row, f.row, past_caches);
+        });
       }
     }
     fence();
   });
-  return sum_of_parts(squares, s.batch);
+  return sum_of_parts(squares, f.s.batch);
 }
 
 }  // namespace
@@ -236,8 +344,8 @@ std::tuple<Tensor, Tensor> conv_rows(const Tensor& x, const Tensor& g, std::vect
   std::vector<int64_t> sizes{x.size(0), g.size(1), x.size(1) / groups};
   sizes.insert(sizes.end(), kernel.begin(), kernel.end());
   Tensor rows = pooled_floats(sizes);
-  Tensor squares =
-      form_conv(x, g, three(kernel, 1), stride, padding, dilation, groups, {rows.mutable_data_ptr<float>()});
+  const ConvFactors factors(x, g, three(kernel, 1), stride, padding, dilation, groups);
+  Tensor squares = form_conv(factors, {rows.mutable_data_ptr<float>()});
   return {rows, squares};
 }
 
@@ -246,8 +354,32 @@ void conv_rows_(Tensor rows, const Tensor& x, const Tensor& g, double scale, std
   STD_TORCH_CHECK(rows.dim() == x.dim() + 1 && rows.size(0) == x.size(0) && rows.size(1) == g.size(1) &&
                       rows.size(2) == x.size(1) / groups && g.size(0) == x.size(0),
                   "conv_rows_: sizes do not fit together");
-  form_conv(x, g, places_of(rows, 3), stride, padding, dilation, groups,
+  form_conv({x, g, places_of(rows, 3), stride, padding, dilation, groups},
             {rows.mutable_data_ptr<float>(), true, static_cast<float>(scale)});
+}
+
+// sums [N, O, C / groups, *kernel]: those of N equal runs of images, one after the other
+void conv_clamp_sum_(Tensor sums, const Tensor& x, const Tensor& g, double bound, std::vector<int64_t> stride,
+                     std::vector<int64_t> padding, std::vector<int64_t> dilation, int64_t groups) {
+  const int64_t runs = sums.size(0), each = runs ? x.size(0) / runs : 0;
+  STD_TORCH_CHECK(sums.dim() == x.dim() + 1 && sums.size(1) == g.size(1) && sums.size(2) == x.size(1) / groups &&
+                      g.size(0) == x.size(0) && runs * each == x.size(0) && are_sums(sums),
+                  "conv_clamp_sum_: sizes do not fit together");
+  const ConvFactors f(x, g, places_of(sums, 3), stride, padding, dilation, groups);
+  auto* out = sums.mutable_data_ptr<double>();
+  const float limit = limit_of(bound);
+  const int64_t pieces = groups * f.blocks;  // of a sum; each is one thread's
+  parallel_for(0, runs * pieces, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t unit = begin; unit < end; ++unit) {
+      const int64_t n = unit / pieces, group = unit % pieces / f.blocks, block = unit % f.blocks;
+      double* sum = out + n * sums.stride(0) + group * f.s.outputs * f.row;
+      for (int64_t b = n * each; b < (n + 1) * each; ++b) {
+        f.form(f.packed(b * groups + group), b * groups + group, block, [&](const float* line, int64_t which) {
+          f.k.clamp_add(line, f.row, 1, f.row, limit, sum + which * f.row, f.row);
+        });
+      }
+    }
+  });
 }
 
 }  // namespace dpk
@@ -258,4 +390,6 @@ STABLE_TORCH_LIBRARY_IMPL(dpkernels, CPU, m) {
   m.impl("conv_rows", TORCH_BOX(&dpk::conv_rows));
   m.impl("outer_rows_", TORCH_BOX(&dpk::outer_rows_));
   m.impl("conv_rows_", TORCH_BOX(&dpk::conv_rows_));
+  m.impl("outer_clamp_sum_", TORCH_BOX(&dpk::outer_clamp_sum_));
+  m.impl("conv_clamp_sum_", TORCH_BOX(&dpk::conv_clamp_sum_));
 }

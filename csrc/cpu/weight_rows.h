@@ -8,6 +8,9 @@
 // inputs is added to a tile of the row in registers. In a convolution with channels last, the inputs that meet one g
 // along the innermost kernel dimension are one run in memory: patches are read where they are, never unfolded.
 //
+// Clamped sums take the tile of each sample of a run in turn, which one thread adds up in float64: rows are never
+// stored.
+//
 // The row is what is stored, so its norm^2 is exact up to float64 rounding. Work is cut by shape alone, and norms are
 // added in order: bits do not depend on the number of threads, nor on the other samples. Limit: multiply-add peak.
 #pragma once
@@ -39,6 +42,12 @@ struct WeightRowKernels {
                    bool past_caches);
   // out += scale * tile, over `rows` x `width` floats.
   void (*add)(const float* tile, int64_t stride, int rows, int64_t width, float scale, float* out, int64_t out_stride);
+  // out += tile clamped to [-limit, limit], NaN to the limit, over `rows` x `width` elements.
+  void (*clamp_add)(const float* tile, int64_t stride, int rows, int64_t width, float limit, double* out,
+                    int64_t out_stride);
+  // out[i][j] += sum over samples of g[sample][i] * a[sample][j], clamped in the same way.
+  void (*clamp_products)(const float* a, int64_t a_stride, const float* g, int64_t g_stride, int64_t samples,
+                         int64_t height, int64_t width, float limit, double* out, int64_t out_stride);
   // out[place][m] = in[m][place] for m < rows, zeros up to `width`.
   void (*interleave)(const float* in, int64_t in_stride, int rows, int64_t places, float* out, int64_t width);
 };

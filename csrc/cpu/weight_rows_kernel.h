@@ -121,6 +121,84 @@ void add(const float* tile, int64_t stride, int rows, int64_t width, float scale
   }
 }
 
+void clamp_add(const float* tile, int64_t stride, int rows, int64_t width, float limit, double* out,
+               int64_t out_stride) {
+  for (int m = 0; m < rows; ++m) {
+    const float* row = tile + m * stride;
+    double* to = out + m * out_stride;
+    int64_t j = 0;
+    for (; j + lanes <= width; j += lanes) {
+      const Floats x = clamped(load<Floats>(row + j), Floats{} + limit);
+      store(to + j, load<Doubles>(to + j) + widen_floats(low_half(x)));
+      store(to + j + double_lanes, load<Doubles>(to + j + double_lanes) + widen_floats(high_half(x)));
+    }
+    for (; j < width; ++j) to[j] += static_cast<double>(clamped(row[j], limit));
+  }
+}
+
+constexpr int clamp_rows = 4, clamp_vectors = DPK_LANES == 16 ? 2 : 1;  // their sums are in registers
+
+template <int rows, int vectors>
+void clamp_products_of(const float* a, int64_t a_stride, const float* g, int64_t g_stride, int64_t samples, float limit,
+                       double* out, int64_t out_stride) {
+  Doubles sum[rows][vectors][2] = {};
+  const Floats limits = Floats{} + limit;
+  for (int64_t b = 0; b < samples; ++b) {
+#pragma GCC unroll 2
+    for (int v = 0; v < vectors; ++v) {
+      const Floats input = load<Floats>(a + b * a_stride + v * lanes);
+#pragma GCC unroll 4
+      for (int m = 0; m < rows; ++m) {
+        const Floats x = clamped(g[b * g_stride + m] * input, limits);
+        sum[m][v][0] += widen_floats(low_half(x));
+        sum[m][v][1] += widen_floats(high_half(x));
+      }
+    }
+  }
+#pragma GCC unroll 4
+  for (int m = 0; m < rows; ++m) {
+#pragma GCC unroll 2
+    for (int v = 0; v < vectors; ++v) {
+      double* to = out + m * out_stride + v * lanes;
+      store(to, load<Doubles>(to) + sum[m][v][0]);
+      store(to + double_lanes, load<Doubles>(to + double_lanes) + sum[m][v][1]);
+    }
+  }
+}
+
+template <int rows>
+void clamp_rows_of(const float* a, int64_t a_stride, const float* g, int64_t g_stride, int64_t samples, int64_t width,
+                   float limit, double* out, int64_t out_stride) {
+  constexpr int step = clamp_vectors * lanes;
+  int64_t j = 0;
+  for (; j + step <= width; j += step) {
+    clamp_products_of<rows, clamp_vectors>(a + j, a_stride, g, g_stride, samples, limit, out + j, out_stride);
+  }
+  for (; j + lanes <= width; j += lanes) {
+    clamp_products_of<rows, 1>(a + j, a_stride, g, g_stride, samples, limit, out + j, out_stride);
+  }
+  for (; j < width; ++j) {
+    for (int m = 0; m < rows; ++m) {
+      double sum = 0.0;
+      for (int64_t b = 0; b < samples; ++b) {
+        sum += static_cast<double>(clamped(g[b * g_stride + m] * a[b * a_stride + j], limit));
+      }
+      out[m * out_stride + j] += sum;
+    }
+  }
+}
+
+void clamp_products(const float* a, int64_t a_stride, const float* g, int64_t g_stride, int64_t samples, int64_t height,
+                    int64_t width, float limit, double* out, int64_t out_stride) {
+  int64_t m = 0;
+  for (; m + clamp_rows <= height; m += clamp_rows) {
+    clamp_rows_of<clamp_rows>(a, a_stride, g + m, g_stride, samples, width, limit, out + m * out_stride, out_stride);
+  }
+  for (; m < height; ++m) {
+    clamp_rows_of<1>(a, a_stride, g + m, g_stride, samples, width, limit, out + m * out_stride, out_stride);
+  }
+}
+
 typedef float Eight __attribute__((vector_size(32)));
 typedef int32_t EightInts __attribute__((vector_size(32)));
 
@@ -171,7 +249,7 @@ void interleave(const float* in, int64_t in_stride, int rows, int64_t places, fl
   }
 }
 
-constexpr WeightRowKernels table = {block, lanes, product, pack, finish, add, interleave};
+constexpr WeightRowKernels table = {block, lanes, product, pack, finish, add, clamp_add, clamp_products, interleave};
 
 }  // namespace weight_rows
 }  // namespace dpk::DPK_ISA

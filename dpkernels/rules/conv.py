@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dpkernels import planner
 from dpkernels.factors import Later, chunks
-from dpkernels.forming import add_conv_rows, conv_each, conv_each_input, conv_rows, is_native
+from dpkernels.forming import add_conv_clamped, add_conv_rows, conv_each, conv_each_input, conv_rows, is_native
 from dpkernels.layouts import Layout
 from dpkernels.rules.fallback import fallback
 from dpkernels.rules.registry import apart, named, plain, reduced, reduced_to_channels, rule, tracked, values_of
@@ -82,6 +82,9 @@ def _write_rows(tape: Tape, weight: Tracked, x: Tensor, g: Tensor, layout: Layou
     def again(samples: slice) -> Tensor:
         return form(samples)[0].flatten(2)
 
+    def clamp(sums: Tensor, bound: float) -> None:
+        add_conv_clamped(sums.view(-1, *shape), x, g, bound, *geometry.steps)
+
     shape = weight._value.shape
     height, width, length = shape[0], shape[1:].numel(), g.shape[2:].numel()
     in_order = layout.in_order and layout.rows == 1
@@ -90,7 +93,7 @@ def _write_rows(tape: Tape, weight: Tracked, x: Tensor, g: Tensor, layout: Layou
         def add(rows: Tensor, scale: float) -> None:  # of the leaf, which the weight may be a view of
             add_conv_rows(rows.view(tape.batch, *shape), x, g, scale, *geometry.steps)
 
-        tape.add(weight, Later(again, tape.batch, add=add))
+        tape.add(weight, Later(again, tape.batch, add=add, clamp=clamp if is_native(x) else None, made_of=(x, g)))
     elif planner.fits(tape.batch, height, width, tape.room) or not in_order or not is_native(x):
         tape.note(weight, planner.Way.KEEP, length, height, width)
         rows, squares = form(slice(None))
@@ -102,7 +105,7 @@ def _write_rows(tape: Tape, weight: Tracked, x: Tensor, g: Tensor, layout: Layou
         tape.note(weight, planner.Way.TILE, length, height, width)
         x = tape.own(x)
         squares = torch.cat([form(samples)[1] for samples in chunks(tape.batch, height * width)])
-        tape.add(weight, Later(again, tape.batch, squares))
+        tape.add(weight, Later(again, tape.batch, squares, clamp=clamp, made_of=(x, g)))
 
 
 def _conv_apart(
@@ -115,7 +118,8 @@ def _conv_apart(
     write: Callable[[Tensor, Tensor], None],
 ) -> Tensor:
     """The convolution where each sample has a weight or a bias of its own."""
-    values = layout.copies(values_of(tape, weight))
+    of_runs = weight._each.of_runs if apart(weight) and layout.in_order and layout.rows == 1 else None
+    values = layout.copies(values_of(tape, weight)) if of_runs is None else of_runs
     with torch.no_grad():
         y = conv_each(input, values, geometry.output(input.shape[2:]), *geometry.steps)
         if bias is not None:
