@@ -17,22 +17,22 @@ from torch import Tensor
 
 import dpkernels as dpk
 from dpkernels import checks
-from dpkernels.accounting import Ledger
+from dpkernels.accounting import Event, Ledger, no_worse
 from dpkernels.gradients import batch_of
-from dpkernels.nested import flat_tensors, map_tensors
+from dpkernels.nested import flat_tensors, map_tensors, nested_like
 
 Client = tuple[Any, Any]  # inputs and targets
 
 
-def check_clients(clients: object) -> list[Client]:
+def check_clients(clients: object, name: str = "clients") -> list[Client]:
     """A list of (inputs, targets), none of them empty."""
     if not isinstance(clients, Sequence) or isinstance(clients, str) or not clients:
-        raise ValueError(f"clients: got {clients!r:.60}, must be a non-empty sequence of (inputs, targets)")
+        raise ValueError(f"{name}: got {clients!r:.60}, must be a non-empty sequence of (inputs, targets)")
     for i, client in enumerate(clients):
         if not isinstance(client, tuple | list) or len(client) != 2:
-            raise ValueError(f"clients[{i}]: got a {type(client).__name__}, must be a pair (inputs, targets)")
+            raise ValueError(f"{name}[{i}]: got a {type(client).__name__}, must be a pair (inputs, targets)")
         if batch_of(*client) == 0:
-            raise ValueError(f"clients[{i}]: has no record, must have at least one")
+            raise ValueError(f"{name}[{i}]: has no record, must have at least one")
     return [(client[0], client[1]) for client in clients]
 
 
@@ -46,8 +46,7 @@ def joined(parts: Sequence[Any]) -> Any:
     if len(parts) == 1:
         return parts[0]
     tensors = [flat_tensors(part) for part in parts]
-    columns = iter([torch.cat(c) if c[0].dim() else c[0] for c in zip(*tensors, strict=True)])
-    return map_tensors(lambda _: next(columns), parts[0])
+    return nested_like(parts[0], [torch.cat(c) if c[0].dim() else c[0] for c in zip(*tensors, strict=True)])
 
 
 def seed_of(seed: int | None, *place: int) -> int | None:
@@ -60,8 +59,24 @@ def seed_of(seed: int | None, *place: int) -> int | None:
 
 
 def largest_epsilon(ledgers: Sequence[Ledger], delta: float) -> float:
-    """The largest epsilon of clients or nodes whose records are different ones; many are alike."""
-    return max(dpk.accounting.epsilon(event, delta) for event in {ledger.event() for ledger in ledgers})
+    """The largest epsilon of clients or nodes whose records are different ones; of those no worse than others, none."""
+    worst: list[Event] = []
+    for event in {ledger.event() for ledger in ledgers}:
+        if not any(no_worse(event, other) for other in worst):
+            worst = [other for other in worst if not no_worse(other, event)] + [event]
+    return max(dpk.accounting.epsilon(event, delta) for event in worst)
+
+
+class InProcess:
+    """A transport within one process: messages arrive as they are. Counts what would be on the wire."""
+
+    def __init__(self) -> None:
+        self.bytes_sent = 0
+
+    def send(self, message: Tensor, receivers: int) -> Tensor:
+        """One message to so many neighbours; returns what arrives there."""
+        self.bytes_sent += receivers * message.numel() * message.element_size()
+        return message
 
 
 def iid(records: int, parties: int, seed: int = 0) -> list[Tensor]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from dpkernels import checks
 from dpkernels.gradients import batch_of
-from dpkernels.nested import map_tensors
+from dpkernels.nested import flat_tensors, map_tensors, nested_like
 
 SECURE_BYTES = 1 << 30  # that rows may take with secure noise, unless said otherwise
 
@@ -55,3 +56,39 @@ def micro_batches(
 
         where = torch.arange(size) < count if filled and count < size else None
         yield map_tensors(part, inputs), map_tensors(part, targets), where
+
+
+def stacked_batches(
+    parties: Sequence[tuple[Any, Any]], batches: Sequence[Tensor], size: int | None, memory: dict[int, Tensor]
+) -> Iterator[tuple[Any, Any, Tensor]]:
+    """The records that `batches` have of each party, in equally long runs behind one another, and which of them count.
+
+    Runs of `size`, as often as the largest batch needs, or of that batch's size. What does not count is zeros. Tensors
+    lie in `memory`, by their number, which is for the next call too.
+    """
+    most = max(len(batch) for batch in batches)
+    length = size or max(most, 1)
+    for first in range(0, max(most, 1), length):
+        here = [batch[first : first + length] for batch in batches]
+        counts = torch.tensor([len(indices) for indices in here])
+        columns = zip(*(flat_tensors(party) for party in parties), strict=True)
+        stacked = [_stacked(column, here, length, memory, i) for i, column in enumerate(columns)]
+        inputs, targets = nested_like(tuple(parties[0]), stacked)
+        yield inputs, targets, (torch.arange(length) < counts[:, None]).flatten()
+
+
+def _stacked(
+    column: Sequence[Tensor], here: Sequence[Tensor], length: int, memory: dict[int, Tensor], number: int
+) -> Tensor:
+    form = column[0]
+    if not form.dim():
+        return form
+    shape = (len(column), length, *form.shape[1:])
+    kept = memory.get(number)
+    if kept is None or kept.numel() < math.prod(shape) or kept.dtype != form.dtype:
+        memory[number] = kept = torch.empty(math.prod(shape), dtype=form.dtype, device=form.device)
+    whole = kept[: math.prod(shape)].view(shape)
+    for t, indices, run in zip(column, here, whole, strict=True):
+        torch.index_select(t, 0, indices, out=run[: len(indices)])
+        run[len(indices) :] = 0
+    return whole.flatten(0, 1)

@@ -23,7 +23,16 @@ def clip_off_by_two():
         lengths = 2 if name == "clip_momentum_sum" else len(bounds)  # its third bound is a weight
         return call(name, lists, torch.cat([bounds[:lengths] * 2, bounds[lengths:]]), *arguments)
 
-    with mock.patch.object(dense, "_sum", longer), mock.patch.object(per_sample, "norm_rule", loose):
+    clamped_sums = dpk.PerSample.clamped_sums
+
+    def wider(self, bound, *arguments, **options):
+        return clamped_sums(self, 2 * bound, *arguments, **options)
+
+    with (
+        mock.patch.object(dense, "_sum", longer),
+        mock.patch.object(per_sample, "norm_rule", loose),
+        mock.patch.object(dpk.PerSample, "clamped_sums", wider),
+    ):
         yield
 
 

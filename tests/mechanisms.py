@@ -13,7 +13,7 @@ from torch import nn
 
 import dpkernels as dpk
 from dpkernels import audit
-from dpkernels.algorithms import DIFF2, DPLSGD, DPSGD, PriSMA
+from dpkernels.algorithms import DIFF2, DPLSGD, DPSGD, SDMDSGD, PriSMA
 
 MULTIPLIER = 0.7  # of each of two releases
 BACKGROUND = torch.zeros(2, 3)
@@ -188,5 +188,28 @@ class OfPriSMA(OfFederated):
         return (float(algorithm._estimates[0]["weight"]) - 0.8 * first) / self.ROW - first
 
 
+class OfSDMDSGD(Mechanism):
+    """Two rounds of one node that sends all of its coordinates; the worst record is large in each."""
+
+    def __init__(self, secure=False):
+        self._model = nn.Linear(3, 1, bias=False)
+        options = {"secure": True, "micro_batch_size": 3} if secure else {"seed": 1}
+        settings = {"lr": 1.0, "mixing": 1.0, "keep_probability": 1.0, "clamp": 1.0, "batch_size": 1.0}
+        settings |= {"sampling_rate": 1.0, "noise_std": MULTIPLIER * 3**0.5, "topology": torch.ones(1, 1)}
+        data = {False: BACKGROUND, True: torch.cat([BACKGROUND, torch.full((1, 3), 100.0)])}
+        self._algorithms = {
+            record: SDMDSGD(self._model, linear_loss, [(x, torch.ones(len(x)))], **settings, **options)
+            for record, x in data.items()
+        }
+
+    def run(self, record):
+        algorithm = self._algorithms[record]
+        self.ledger = algorithm._noises[0].ledger = dpk.accounting.Ledger()
+        algorithm.node_vectors.zero_()
+        for _ in range(2):
+            algorithm.step()
+        return float(algorithm.node_vectors.sum())
+
+
 TRAINING = {name: partial(OfAlgorithm, make) for name, make in ALGORITHMS.items()}
-TRAINING |= {"DIFF2": OfDIFF2, "PriSMA": OfPriSMA}
+TRAINING |= {"DIFF2": OfDIFF2, "PriSMA": OfPriSMA, "SDMDSGD": OfSDMDSGD}

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import dpkernels as dpk
 from dpkernels import algorithms
-from dpkernels.algorithms import BVRLSGD, DIFF2, DPLSGD, DPSGD, PriSMA
+from dpkernels.algorithms import BVRLSGD, DIFF2, DPLSGD, DPSGD, SDMDSGD, PriSMA
 
 ROOT = Path(dpk.__file__).parent.parent
 X, Y = torch.randn(6, 5, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 2, 0, 1, 2])
@@ -105,6 +105,19 @@ PATHS = {
             batch_size=3,
             noise=1.0,
             initial_noise=1.0,
+        )
+    ),
+    "SDMDSGD": of_clients(
+        partial(
+            SDMDSGD,
+            topology=algorithms.topologies.ring(2),
+            lr=0.1,
+            mixing=0.9,
+            keep_probability=1.0,
+            clamp=0.1,
+            noise_std=1.0,
+            batch_size=3,
+            sampling_rate=0.5,
         )
     ),
     "DPLSGD": of_algorithm(lambda m, **o: DPLSGD(m, LOSS, local_steps=2, lr=0.1, **OPTIONS, **o)),
