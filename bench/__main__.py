@@ -1,8 +1,12 @@
-"""`python -m bench [ops | training | scaling | local | differences] [words]`: time the library against its peers.
+"""`python -m bench [KIND] [words]`: time the library against its peers.
 
-All of them without words. Words behind `ops` pick cases by name (pytest's -k), behind the others models.
-`python -m bench fashion DIRECTORY` trains by two algorithms on Fashion-MNIST and takes an hour; `bench soundness
-[ROWS]` hunts for a row that exceeds its clip bound, for minutes; `python -m bench audit` attacks what is released.
+KIND is ops, training, scaling, local, differences or decentralised; all of them without one. Words behind `ops` pick
+cases by name (pytest's -k), behind the others models. Besides:
+
+    fashion DIRECTORY          trains by two algorithms on Fashion-MNIST; an hour
+    papers DIRECTORY [which]   what the papers of the federated algorithms show, in small; minutes
+    soundness [ROWS]           hunts for a row that exceeds its clip bound; minutes
+    audit                      attacks what is released
 """
 
 import sys
@@ -10,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import audit, differences, fashion, local, scaling, soundness, training
+from bench import audit, decentralised, differences, fashion, local, papers, scaling, soundness, training
 
 HERE = Path(__file__).parent
 
@@ -23,14 +27,14 @@ def ops(words: list[str]) -> int:
 
 if __name__ == "__main__":
     kind, *words = sys.argv[1:] or ["all"]
-    if kind == "fashion":
-        fashion.main(words)
+    if kind in ("fashion", "papers"):
+        {"fashion": fashion, "papers": papers}[kind].main(words)
         sys.exit()
     if kind in ("soundness", "audit"):
         sys.exit({"soundness": soundness, "audit": audit}[kind].main(words))
-    timed = ("all", "ops", "training", "scaling", "local", "differences")
+    timed = ("all", "ops", "training", "scaling", "local", "differences", "decentralised")
     if kind not in timed:
-        sys.exit(f"bench: got {kind!r}, must be one of {', '.join(timed)}, fashion, soundness, audit")
+        sys.exit(f"bench: got {kind!r}, must be one of {', '.join(timed)}, fashion, papers, soundness, audit")
     status = ops(words) if kind in ("all", "ops") else 0
     if kind in ("all", "training"):
         training.main(words)
@@ -40,4 +44,6 @@ if __name__ == "__main__":
         local.main(words)
     if kind in ("all", "differences"):
         differences.main(words)
+    if kind in ("all", "decentralised"):
+        decentralised.main()
     sys.exit(status)

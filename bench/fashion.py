@@ -8,8 +8,6 @@ rows went beyond the threshold. The epsilon of a run does not count the search. 
 
 from __future__ import annotations
 
-import gzip
-import hashlib
 import itertools
 import json
 import statistics
@@ -18,25 +16,18 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import dpkernels as dpk
 from bench import harness
 from bench.models import class_loss, cnn
-from dpkernels.algorithms import DPLSGD, DPSGD
+from dpkernels.algorithms import DPLSGD, DPSGD, datasets
+from dpkernels.algorithms.datasets import Data
 from dpkernels.columns import aligned
 
 EPSILON, DELTA, BATCH, HELD_OUT, SEEDS = 2.0, 1e-5, 512, 5000, (1, 2, 3)
 RESULTS_FILE = Path(__file__).parent / "results" / "fashion.json"
-HASHES = {
-    "train-images-idx3-ubyte.gz": "3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84",
-    "train-labels-idx1-ubyte.gz": "a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845",
-    "t10k-images-idx3-ubyte.gz": "346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073",
-    "t10k-labels-idx1-ubyte.gz": "67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5",
-}
-Data = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -64,25 +55,9 @@ SEARCH = {
 }
 
 
-def read(directory: Path, name: str) -> Tensor:
-    """A gzipped idx file, if it is the published one."""
-    file = directory / "fashion-mnist" / name
-    packed = file.read_bytes()
-    if hashlib.sha256(packed).hexdigest() != HASHES[name]:
-        raise ValueError(f"{file}: is not the published file, whose SHA-256 begins with {HASHES[name][:12]}")
-    raw = gzip.decompress(packed)
-    dimensions = raw[3]
-    shape = [int.from_bytes(raw[4 + 4 * i : 8 + 4 * i], "big") for i in range(dimensions)]
-    return torch.from_numpy(np.frombuffer(raw, np.uint8, offset=4 + 4 * dimensions).reshape(shape).copy())
-
-
 def load(directory: Path) -> tuple[Data, Data, Data]:
     """Training, held-out and test images, scaled by constants."""
-    parts = []
-    for kind in ("train", "t10k"):
-        x = read(directory, f"{kind}-images-idx3-ubyte.gz").float().unsqueeze(1) / 255
-        parts.append(((x - 0.3) / 0.35, read(directory, f"{kind}-labels-idx1-ubyte.gz").long()))
-    (x, y), test = parts
+    (x, y), test = (((x - 0.3) / 0.35, y) for x, y in datasets.images(directory, "fashion-mnist"))
     return (x[HELD_OUT:], y[HELD_OUT:]), (x[:HELD_OUT], y[:HELD_OUT]), test
 
 
