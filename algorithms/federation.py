@@ -33,7 +33,21 @@ def check_clients(clients: object, name: str = "clients") -> list[Client]:
             raise ValueError(f"{name}[{i}]: got a {type(client).__name__}, must be a pair (inputs, targets)")
         if batch_of(*client) == 0:
             raise ValueError(f"{name}[{i}]: has no record, must have at least one")
+        if _form(tuple(client)) != _form(tuple(clients[0])):
+            raise ValueError(
+                f"{name}[{i}]: has inputs or targets of another form than {name}[0], must have the same structure with "
+                f"keys in the same order, and tensors of the same type and shape but for the number of records"
+            )
     return [(client[0], client[1]) for client in clients]
+
+
+def _form(x: Any) -> object:
+    """All but the records: what is the same for clients whose records can be put together."""
+    if isinstance(x, Tensor):
+        return (x.dtype, x.device, x.shape[1:]) if x.dim() else x.item()
+    if isinstance(x, Mapping):
+        return type(x), [(key, _form(value)) for key, value in x.items()]
+    return (type(x), [_form(item) for item in x]) if isinstance(x, list | tuple) else x
 
 
 def chosen(x: Any, indices: Tensor) -> Any:

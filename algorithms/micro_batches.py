@@ -63,8 +63,9 @@ def stacked_batches(
 ) -> Iterator[tuple[Any, Any, Tensor]]:
     """The records that `batches` have of each party, in equally long runs behind one another, and which of them count.
 
-    Runs of `size`, as often as the largest batch needs, or of that batch's size. What does not count is zeros. Tensors
-    lie in `memory`, by their number, which is for the next call too.
+    Parties have tensors of one form (`federation.check_clients`). Runs of `size`, as often as the largest batch needs,
+    or of that batch's size. What does not count is zeros. Tensors lie in `memory`, by their number, which is for the
+    next call too.
     """
     most = max(len(batch) for batch in batches)
     length = size or max(most, 1)
@@ -89,6 +90,6 @@ def _stacked(
         memory[number] = kept = torch.empty(math.prod(shape), dtype=form.dtype, device=form.device)
     whole = kept[: math.prod(shape)].view(shape)
     for t, indices, run in zip(column, here, whole, strict=True):
-        torch.index_select(t, 0, indices, out=run[: len(indices)])
+        torch.index_select(t.detach(), 0, indices, out=run[: len(indices)])
         run[len(indices) :] = 0
     return whole.flatten(0, 1)

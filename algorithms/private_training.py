@@ -13,6 +13,7 @@ import dpkernels as dpk
 from dpkernels import checks
 from dpkernels.members import members_of
 from dpkernels.noise import std_for
+from dpkernels.places import check_places
 
 from .incremental_norms import IncrementalNorms, NormSummary
 from .micro_batches import check_size, memory_for_rows, micro_batches
@@ -62,6 +63,7 @@ class PrivateTraining:
         self._expected_batch_size = float(expected_batch_size)
         self._micro_batch_size = micro_batch_size
         self._max_bytes = memory_for_rows(max_bytes, secure=secure)
+        self._checked = False
 
     @classmethod
     def with_budget(
@@ -120,6 +122,9 @@ class PrivateTraining:
         """The private mean over a batch; `out` is asked for memory to put it in when all else is done."""
         *first, (x, y, last) = micro_batches(inputs, targets, self._micro_batch_size, filled=self.noise.secure)
         onto: dict[str, Tensor] | None = None
+        if self.noise.secure and not self._checked:
+            check_places(self.model, rows_of, x, y)
+            self._checked = True
         for x_, y_, where in first:
             found = rows_of(x_, y_).clip_sum(self._clip, onto=onto, dtype=torch.float64, where=where)
             onto = found.sum

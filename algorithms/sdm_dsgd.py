@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, Literal, Self
 
 import torch
@@ -16,9 +17,10 @@ from dpkernels.accounting import Event, Ledger
 from dpkernels.gradients import batch_of
 from dpkernels.members import members_of
 from dpkernels.paper_events import Accounting, rounded_up
+from dpkernels.places import check_places
 
 from .federation import Client, InProcess, check_clients, largest_epsilon, seed_of
-from .micro_batches import check_size, memory_for_rows, stacked_batches
+from .micro_batches import check_size, stacked_batches
 from .topologies import check_topology
 from .two_points import secured
 
@@ -52,7 +54,6 @@ class SDMDSGD:
             what is sent is lr theta sigma, not divided by p.
         smoothness: of the loss (L), if known, for a warning of divergence that takes it into account.
         micro_batch_size: the most records of a node to run at a time.
-        max_bytes: memory that rows may take, see `dpk.per_sample_gradients`.
         mask_seed: of the masks; public.
         seed: makes noise and batches reproducible, and nothing private from whoever knows it.
         secure: noise whose low bits are safe too, see `dpk.Gaussian`; needs `micro_batch_size`.
@@ -82,7 +83,6 @@ class SDMDSGD:
         order: Order = "noise-then-sparsify",
         smoothness: float = 0.0,
         micro_batch_size: int | None = None,
-        max_bytes: int | None = None,
         mask_seed: int = 0,
         seed: int | None = None,
         secure: bool = False,
@@ -97,18 +97,15 @@ class SDMDSGD:
         self.nodes = check_clients(nodes, "nodes")
         self._topology = check_topology(topology, len(self.nodes))
         self._lr = checks.number("lr", lr, low=0)
-        self._mixing = checks.number("mixing", mixing, low=0, high=1)
+        self._mixing = _positive("mixing", mixing, high=1.0)
         self._keep = checks.number("keep_probability", keep_probability, low=2.0**-32, high=1)
         self._clamp = checks.number("clamp", clamp, low=0)
         self._noise_std = checks.number("noise_std", noise_std, low=0)
-        if checks.number("batch_size", batch_size, low=0) == 0:
-            raise ValueError("batch_size: got 0, must be > 0")
-        self._batch_size = float(batch_size)
+        self._batch_size = _positive("batch_size", batch_size)
         self._rate = checks.number("sampling_rate", sampling_rate, low=0, high=1)
         self._noise_scale = _noise_scale(order, self._keep)
         self._mask_seed = checks.whole("mask_seed", mask_seed, low=0)
-        self._micro_batch_size, self._secure = micro_batch_size, secure
-        self._max_bytes = memory_for_rows(max_bytes, secure=secure)
+        self._micro_batch_size, self._secure, self._checked = micro_batch_size, secure, False
         self._warn_of_divergence(checks.number("smoothness", smoothness, low=0))
         self._sizes = [batch_of(*node) for node in self.nodes]
         self._neighbours = (self._topology.clone().fill_diagonal_(0) != 0).sum(1).tolist()
@@ -148,19 +145,28 @@ class SDMDSGD:
         moves = self._gradients().mul_(-self._lr)
         moves += torch.addmm(vectors, self._topology.to(vectors.dtype), vectors, beta=-1)
         moves *= self._mixing
-        messages = [self._message(i, move) for i, move in enumerate(moves)]
+        kept = [self._kept(i, move) for i, move in enumerate(moves)]
+        for ledger, noise, message in zip(self.ledgers, self._noises, kept, strict=True):  # none sends if one may not
+            ledger.check(std=noise.std, sensitivity=noise.widened(self._row_norm(message), len(message.values)))
+        messages = [self._noisy(i, message) for i, message in enumerate(kept)]
         for i, message in enumerate(messages):
             values = self.transport.send(message.values.to(vectors.dtype), self._neighbours[i])
             vectors[i].index_add_(0, message.indices, values)
         self.round += 1
         self._average()
 
-    def _message(self, i: int, move: Tensor) -> dpk.SparseMessage:
-        """What node i sends: the kept coordinates, with noise of its own, in its ledger."""
-        message = dpk.sparsify(move, self._keep, seed=mask_seed_of(self._mask_seed, self.round, i))
-        moved = self._mixing * self._lr * self._clamp / (self._keep * self._batch_size)  # by a record, at most
-        row_norm = moved * math.sqrt(rounded_up(len(message.values)))
-        dpk.add_gaussian_(message.values, self._noises[i], sensitivity=row_norm)
+    def _kept(self, i: int, move: Tensor) -> dpk.SparseMessage:
+        """The coordinates of node i's move that it sends, without noise."""
+        return dpk.sparsify(move, self._keep, seed=mask_seed_of(self._mask_seed, self.round, i))
+
+    def _row_norm(self, message: dpk.SparseMessage) -> float:
+        """How far one record can move what is sent."""
+        moved = self._mixing * self._lr * self._clamp / (self._keep * self._batch_size)  # each coordinate, at most
+        return moved * math.sqrt(rounded_up(len(message.values)))
+
+    def _noisy(self, i: int, message: dpk.SparseMessage) -> dpk.SparseMessage:
+        """What node i sends: with noise of its own, in its ledger."""
+        dpk.add_gaussian_(message.values, self._noises[i], sensitivity=self._row_norm(message))
         return message
 
     def _gradients(self) -> Tensor:
@@ -168,17 +174,21 @@ class SDMDSGD:
         batches = [next(draw) for draw in self._draws]
         total = self._sums.zero_()
         weights, sums = self._by_parameter(self.node_vectors), self._by_parameter(total)
+        rows_of = partial(dpk.per_sample_gradients, self.model, self.loss_fn, weights=weights)
         for inputs, targets, where in stacked_batches(self.nodes, batches, self._micro_batch_size, self._memory):
-            rows = dpk.per_sample_gradients(
-                self.model, self.loss_fn, inputs, targets, max_bytes=self._max_bytes, weights=weights, where=where
-            )
-            rows.clamped_sums(self._clamp, len(self.nodes), onto=sums)
+            if self._secure and not self._checked:
+                check_places(self.model, rows_of, inputs, targets, runs=len(self.nodes))
+                self._checked = True
+            rows_of(inputs, targets, where=where).clamped_sums(self._clamp, len(self.nodes), onto=sums)
         return total.div_(self._batch_size)
 
     def _by_parameter(self, vectors: Tensor) -> dict[str, Tensor]:
         """Vectors [n, d] as parameters, [n, *shape]."""
         parts = vectors.split([shape.numel() for shape in self._shapes.values()], dim=1)
-        return {name: part.view(-1, *shape) for (name, shape), part in zip(self._shapes.items(), parts, strict=True)}
+        return {
+            name: part.view(len(vectors), *shape)
+            for (name, shape), part in zip(self._shapes.items(), parts, strict=True)
+        }
 
     @torch.no_grad()
     def _average(self) -> None:
@@ -240,6 +250,9 @@ class SDMDSGD:
         `arguments` are those of the constructor but for the noise.
         """
         width = members_of(model).width
+        _positive("clamp", clamp)
+        _positive("batch_size", batch_size)
+        checks.whole("mask_seed", mask_seed, low=0)
         kept = most_kept(width, keep_probability, mask_seed, len(check_clients(nodes, "nodes")), rounds)
         unit = clamp * math.sqrt(max(rounded_up(kept[0]), 1)) / batch_size
 
@@ -289,6 +302,11 @@ class SDMDSGD:
         """Go on where another run was, into an algorithm made with the same arguments that has not stepped yet."""
         if state["mask_seed"] != self._mask_seed:
             raise ValueError(f"mask_seed: is {state['mask_seed']} in the saved run, must be {self._mask_seed} as here")
+        if state["node_vectors"].shape != self.node_vectors.shape:
+            raise ValueError(
+                f"node_vectors: are {tuple(state['node_vectors'].shape)} in the saved run, must be "
+                f"{tuple(self.node_vectors.shape)} as here: nodes, and numbers of each"
+            )
         for ledger, saved in zip(self.ledgers, state["ledgers"], strict=True):
             ledger.load_state_dict(saved)
         for noise, releases in zip(self._noises, state["releases"], strict=True):
@@ -297,6 +315,12 @@ class SDMDSGD:
         self.transport.bytes_sent = int(state["bytes_sent"])
         self._start(int(state["round"]))
         self._average()
+
+
+def _positive(name: str, value: float, high: float = math.inf) -> float:
+    if checks.number(name, value, low=0, high=high) == 0:
+        raise ValueError(f"{name}: got {value!r}, must be > 0")
+    return float(value)
 
 
 def mask_seed_of(mask_seed: int, number: int, node: int) -> int:

@@ -15,6 +15,7 @@ from dpkernels import checks
 from dpkernels.gradients import batch_of
 from dpkernels.members import members_of
 from dpkernels.noise import std_for
+from dpkernels.places import check_places
 from dpkernels.reference import wide_type
 
 from .federation import check_clients
@@ -54,7 +55,7 @@ class TwoPoints:
         self._earlier = copy.deepcopy(model)
         self._spare = [self._zeros() for _ in range(2)]  # memory for sums, which nobody sees before the noise is in
         self._micro_batch_size = micro_batch_size
-        self._secure = secure
+        self._secure, self._checked = secure, False
         self._max_bytes = memory_for_rows(max_bytes, secure=secure)
         self._sizes = [batch_of(*client) for client in self.clients]
 
@@ -115,6 +116,9 @@ class TwoPoints:
         total: Sum = {}
         for inputs, targets, weight in parts:
             for x, y, where in micro_batches(inputs, targets, size, filled=self._secure):
+                if self._secure and not self._checked:
+                    check_places(self.model, self._rows_now, x, y)
+                    self._checked = True
                 for (rows, bound, share), out in zip(rows_of(x, y), memory, strict=False):
                     found = rows.clip_sum(bound, dtype=dtype, scale=weight * share, where=where, out=out).sum
                     total = {name: t.add_(found[name]) for name, t in total.items()} if total else found

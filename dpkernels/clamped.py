@@ -15,12 +15,7 @@ from dpkernels.factors import Later, Matrix
 
 def finite(m: Matrix) -> Tensor:
     """Which samples have nothing but finite factors, bool [B]."""
-    made = factors.factors_of(m)
-    if isinstance(m.dense, Later):
-        made += m.dense.made_of or (m.dense.values,)
-    elif m.dense is not None:
-        made.append(m.dense.values)
-    squares = torch.ops.dpkernels.row_squares([t.flatten(1) for t in made])
+    squares = torch.ops.dpkernels.row_squares([t.flatten(1) for t in factors.made_of(m)])
     return squares.sum(1).isfinite()  # type: ignore[no-any-return]
 
 

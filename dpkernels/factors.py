@@ -57,7 +57,8 @@ class Later(Dense):
 
     `form(samples)` gives the rows of a slice of `count` samples, [b, height, width]. Without storing them, where given,
     `add(values, scale)` adds all of them, scaled, to [B, *shape], and `clamp(sums, bound)` adds them, clamped, to the
-    sums [N, height, width] of N equal runs of samples. `made_of`: what they are finite with, [B, ...] each.
+    sums [N, height, width] of N equal runs of samples. `made_of`: what they are formed of, [B, ...] each, and
+    `again(*made_of)` is the same of other such.
     """
 
     def __init__(
@@ -68,9 +69,10 @@ class Later(Dense):
         add: Callable[[Tensor, float], None] | None = None,
         clamp: Callable[[Tensor, float], None] | None = None,
         made_of: tuple[Tensor, ...] = (),
+        again: Callable[..., Later] | None = None,
     ) -> None:
-        hooks = {"form": form, "count": count, "squares": squares, "add": add, "clamp": clamp, "made_of": made_of}
-        for name, value in hooks.items():
+        hooks = {"form": form, "count": count, "squares": squares, "add": add, "clamp": clamp}
+        for name, value in {**hooks, "made_of": made_of, "again": again}.items():
             object.__setattr__(self, name, value)
 
     form: Callable[[slice], Tensor]
@@ -78,6 +80,7 @@ class Later(Dense):
     add: Callable[[Tensor, float], None] | None
     clamp: Callable[[Tensor, float], None] | None
     made_of: tuple[Tensor, ...]
+    again: Callable[..., Later] | None
 
     @property
     def values(self) -> Tensor:
@@ -123,6 +126,13 @@ def factors_of(m: Matrix) -> list[Tensor]:
     """The floating-point factors of the terms that are no rows themselves."""
     found = [] if m.outer is None else [m.outer.a, m.outer.g]
     return found if m.rows is None else [*found, m.rows.g]
+
+
+def made_of(m: Matrix) -> list[Tensor]:
+    """All that the rows are made of, [B, ...] each."""
+    if m.dense is None:
+        return factors_of(m)
+    return [*factors_of(m), *((m.dense.made_of if isinstance(m.dense, Later) else ()) or (m.dense.values,))]
 
 
 def merge(batch: int, height: int, width: int, terms: Sequence[Term]) -> Matrix:
@@ -245,11 +255,16 @@ def zero_samples(m: Matrix, keep: Tensor | None) -> Matrix:
     def select(t: Tensor) -> Tensor:
         return torch.where(keep.view(-1, *[1] * (t.dim() - 1)), t, torch.zeros((), dtype=t.dtype, device=t.device))
 
+    dense = m.dense
+    if isinstance(dense, Later) and dense.again is not None:
+        dense = dense.again(*(select(t) for t in dense.made_of))
+    elif dense is not None:
+        dense = Dense(select(dense.values))
     return replace(
         m,
         outer=None if m.outer is None else Outer(select(m.outer.a), select(m.outer.g)),
         rows=None if m.rows is None else Rows(m.rows.ids, select(m.rows.g)),
-        dense=None if m.dense is None else Dense(select(m.dense.values)),
+        dense=dense,
     )
 
 

@@ -45,7 +45,8 @@ def per_sample_gradients(
             given, so give it where two runs must agree to the last bit. With 0 linear layers stay factors, and the
             difference of two results keeps more digits.
         weights: by name, [N, *shape] for each parameter that requires grad: samples come in N equally long runs, and
-            gradients are taken at the weights of each run instead of the model's.
+            gradients are taken at the weights of each run instead of the model's. Then nothing is stored (`max_bytes`
+            has no effect), and rows stand for the inputs as they are when the rows are used.
         where: bool [B], the samples whose loss counts; others are padding, with rows of zeros.
 
     The unit of privacy is dim 0. Models whose rows would not be exact are refused with a `ValueError` that names the
@@ -55,11 +56,11 @@ def per_sample_gradients(
     some values or some batch sizes is not seen by that check, and then exact only if it keeps samples apart.
     """
     members, batch, room = prepare(model, loss_fn, inputs, targets, max_bytes)
+    each = None if weights is None else _of_runs(members, weights, batch)
+    counted = None if where is None else checks.samples("where", where, batch).float()
     if batch == 0:
         shapes = {name: Shape(p.shape, p.dtype, p.device) for name, p in members.trainable.items()}
         return PerSample(0, shapes, {})
-    each = None if weights is None else _of_runs(members, weights, batch)
-    counted = None if where is None else checks.samples("where", where, batch).float()
     plan = self_check.ensure(model, members, loss_fn, inputs, targets, walking=each is not None)
     options: dict[str, Any] = {"room": room} if each is None else {"each": each}
     return record(model, loss_fn, inputs, targets, batch, plan=plan, members=members, weights=counted, **options)
@@ -67,9 +68,14 @@ def per_sample_gradients(
 
 def _of_runs(members: Members, weights: Mapping[str, Tensor], batch: int) -> dict[str, Each]:
     """What parameters are for each run of samples."""
-    names, runs = set(members.trainable), {len(w) for w in weights.values()}
-    if set(weights) != names or len(runs) != 1:
-        raise ValueError(f"weights: got {sorted(weights)}, must be as many of each parameter: {sorted(names)}")
+    names = set(members.trainable)
+    if not isinstance(weights, Mapping) or set(weights) != names:
+        found = sorted(weights) if isinstance(weights, Mapping) else type(weights).__name__
+        raise ValueError(f"weights: got {found}, must have each parameter that requires grad: {sorted(names)}")
+    if not all(isinstance(w, Tensor) and w.dim() and len(w) for w in weights.values()):
+        raise ValueError("weights: must be tensors [N, ...] with N at least 1")
+    if len({len(w) for w in weights.values()}) != 1:
+        raise ValueError(f"weights: has {sorted({len(w) for w in weights.values()})} runs, must have as many of each")
     for name, p in members.trainable.items():
         given = weights[name]
         if (given.shape[1:], given.dtype, given.device) != (p.shape, p.dtype, p.device) or batch % len(given):

@@ -55,7 +55,7 @@ class Ledger:
             limit, delta = budget
             checks.number("budget[0]", limit, low=0)
             events.epsilon(Event(()), delta)
-        self.budget = budget
+        self._budget = budget
         self.reproducible = False
         self._verified = 0  # releases that had a batch of our sampler
         self._batch_waits = False  # one was drawn for the next release
@@ -64,6 +64,16 @@ class Ledger:
         self._counts: dict[Kind, Tensor] = {}
         self._allowed = Event((), adjacency)  # is within the budget
         self._lock = threading.Lock()
+
+    @property
+    def budget(self) -> tuple[float, float] | None:
+        """(epsilon, delta), fixed for good."""
+        return self._budget
+
+    def check(self, *, std: float, sensitivity: float) -> None:
+        """Raise a `BudgetError` if such a release would be refused; nothing is entered."""
+        with self._lock:
+            self._refuse_beyond((std / sensitivity if sensitivity > 0 else math.inf, True))
 
     def record(self, *, std: float, sensitivity: float, reproducible: bool, sampled: bool = True) -> None:
         """Enter one release. `sensitivity` is the norm of one record's row, `std` that of the noise.
@@ -135,6 +145,8 @@ class Ledger:
 
     def allow(self, event: Event) -> None:
         """Count a plan once, if it is within the budget: releases no worse than `event` are then not counted anew."""
+        if not isinstance(event, Event):
+            raise ValueError(f"event: got a {type(event).__name__}, must be an Event, whose releases can be counted")
         self._check_budget(event)
         self._allowed = event
 

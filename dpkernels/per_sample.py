@@ -189,6 +189,12 @@ class PerSample:
         limit = checks.number("bound", bound, low=0, finite=False)
         if checks.whole("runs", runs, low=1) and self.batch_size % runs:
             raise ValueError(f"runs: got {runs}, must divide the number of samples, {self.batch_size}")
+        sizes = {name: (runs, *shape.size) for name, shape in self._shapes.items()}
+        if onto is not None and (
+            {name: tuple(t.shape) for name, t in onto.items()} != sizes
+            or any(t.dtype != torch.float64 or not t[0].is_contiguous() for t in onto.values())
+        ):
+            raise ValueError(f"onto: must have float64 sums [{runs}, ...] of all parameters, each run contiguous")
         matrices = [p.matrix for parts in self._parts.values() for p in parts]
         keep = functools.reduce(operator.and_, (clamped.finite(m) for m in matrices)) if matrices else None
         keep = None if keep is None or bool(keep.all()) else keep

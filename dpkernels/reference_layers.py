@@ -92,7 +92,7 @@ def clamp_sum_(sums: Tensor, rows: Tensor, bound: float) -> None:
     What overflows to no number counts as the bound.
     """
     wide = rows.double().clamp(-bound, bound)
-    runs = torch.where(wide.isnan(), bound, wide).view(len(sums), -1, *sums.shape[1:])
+    runs = torch.where(wide.isnan(), bound, wide).view(len(sums), len(rows) // len(sums), *sums.shape[1:])
     sums.add_(runs.sum(1))
 
 

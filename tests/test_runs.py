@@ -86,6 +86,40 @@ def test_a_row_that_is_not_finite_counts_as_zero_in_its_run_alone():
         torch.testing.assert_close(a, b, rtol=0, atol=1e-7)
 
 
+def test_a_row_that_is_not_finite_changes_no_bit_of_others():
+    """It is left out by selection, in what rows are made of: by the same kernels, with the same bound."""
+    model, loss_fn, inputs, targets, weights = made("cnn", double=False)
+    bad, zero = inputs.clone(), inputs.clone()
+    bad[1], zero[1] = math.nan, 0
+    found = []
+    for x in (bad, zero):
+        rows = dpk.per_sample_gradients(model, loss_fn, x, targets, weights=weights)
+        found.append([t[1] for t in rows.clamped_sums(1e-3, 2).values()])  # the sums of the other run
+        rows = dpk.per_sample_gradients(model, loss_fn, x, targets, weights=weights, where=torch.arange(B) != 1)
+        found[-1] += [t[0] for t in rows.clamped_sums(1e-3, 2).values()]
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+class Halves(torch.nn.Module):
+    """Uses two parts of one parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.both = torch.nn.Parameter(torch.randn(6, 4))
+
+    def forward(self, x):
+        return torch.tanh(x @ self.both[:3].T) @ self.both[3:]
+
+
+def test_sums_are_added_to_views_of_parameters_too():
+    torch.manual_seed(0)
+    x, y = torch.randn(4, 4).double(), torch.randint(0, 4, (4,))
+    rows = dpk.per_sample_gradients(Halves().double(), truth.cross_entropy, x, y)
+    once = rows.clamped_sums(0.1, 2)
+    twice = rows.clamped_sums(0.1, 2, onto={"both": once["both"].clone()})
+    torch.testing.assert_close(twice["both"], 2 * once["both"])
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -94,6 +128,8 @@ def test_a_row_that_is_not_finite_counts_as_zero_in_its_run_alone():
         (lambda w: {"weights": {n: t.double() for n, t in w.items()}}, "of torch.float64, must be"),
         (lambda w: {"weights": {n: torch.cat([t, t]) for n, t in w.items()}}, f"where N divides the {B} samples"),
         (lambda w: {"where": torch.ones(B)}, "where: got .* must be a bool tensor"),
+        (lambda w: {"weights": [1]}, "weights: got list, must have each parameter"),
+        (lambda w: {"weights": {n: t[:0] for n, t in w.items()}}, "weights: must be tensors .* with N at least 1"),
     ],
 )
 def test_mistakes_are_named(change, words):
@@ -107,3 +143,12 @@ def test_runs_that_do_not_divide_the_batch_are_refused():
     rows = dpk.per_sample_gradients(model, loss_fn, inputs, targets)
     with pytest.raises(ValueError, match=f"runs: got 4, must divide the number of samples, {B}"):
         rows.clamped_sums(0.1, 4)
+    with pytest.raises(ValueError, match="onto: must have float64 sums"):
+        rows.clamped_sums(0.1, 2, onto={n: t.float() for n, t in rows.clamped_sums(0.1, 2).items()})
+
+
+def test_a_parameter_without_elements():
+    model = torch.nn.Linear(3, 2)
+    model.nothing = torch.nn.Parameter(torch.zeros(0, 3))
+    rows = dpk.per_sample_gradients(model, truth.cross_entropy, torch.randn(4, 3), torch.tensor([0, 1, 0, 1]))
+    assert rows.clamped_sums(0.1, 2)["nothing"].shape == (2, 0, 3)

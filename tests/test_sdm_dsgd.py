@@ -169,7 +169,8 @@ def test_messages_are_unbiased():
         algorithm = SDMDSGD(
             model, loss_fn, nodes, topology=topologies.ring(4), **SETTINGS, seed=3, mask_seed=mask_seed << 40
         )
-        total = total + algorithm._message(0, torch.ones(21, dtype=torch.float64)).to_dense()
+        kept = algorithm._kept(0, torch.ones(21, dtype=torch.float64))
+        total = total + algorithm._noisy(0, kept).to_dense()
     spread = math.sqrt((1 - 0.4) / 0.4 / count)
     assert ((total / count - 1).abs() < 4.5 * spread).all()
 
@@ -218,6 +219,23 @@ def test_epsilon_is_that_of_the_masks_that_were_and_of_the_worst_node():
         assert algorithm.epsilon(1e-5, accounting="published") > 0
 
 
+def test_numbers_of_kept_coordinates_are_rounded_up_in_the_ledger():
+    """Of 401 coordinates about 160 are kept, counted in steps of 8: as few kinds, and never less than they were."""
+    torch.manual_seed(0)
+    nodes = [(torch.randn(5, 400), torch.randn(5)) for _ in range(3)]
+    algorithm = SDMDSGD(nn.Linear(400, 1), squared_loss, nodes, topology=topologies.ring(3), **SETTINGS, seed=3)
+    _steps(algorithm, 12)
+    kept = [len(kept_by(0, number, 0, 401, 0.4)) for number in range(12)]
+    multipliers = {r.noise_multiplier: r.steps for r in algorithm.ledgers[0].event().releases}
+    wanted = {}
+    for number in kept:
+        z = 0.05 * 3.0 / (0.2 * math.sqrt(-(-number // 8) * 8))
+        wanted[z] = wanted.get(z, 0) + 1
+    assert sorted(multipliers) == pytest.approx(sorted(wanted))
+    assert sorted(multipliers.values()) == sorted(wanted.values())
+    assert any(number % 8 for number in kept)
+
+
 def test_noise_after_sparsifying_is_counted_as_less():
     first, second = run({}, 5)[0], run({}, 5, order="sparsify-then-noise")[0]
     assert second.epsilon(1e-5) > 1.5 * first.epsilon(1e-5)
@@ -235,13 +253,15 @@ def test_a_budget_is_met_and_kept(order, secure):
     )  # fmt: skip
     _steps(algorithm, 12)
     assert 1.9 < algorithm.epsilon(1e-5) <= 2.0
-    before = algorithm.node_vectors.clone()
     with pytest.raises(dpk.accounting.BudgetError):
         _steps(algorithm, 3)
     assert algorithm.epsilon(1e-5) <= 2.0
+    before, entries = algorithm.node_vectors.clone(), [len(ledger) for ledger in algorithm.ledgers]
+    assert entries == [algorithm.round] * 4
     with pytest.raises(dpk.accounting.BudgetError):
         algorithm.step()
-    assert (algorithm.node_vectors - before).norm() < 10  # a round that is refused moves nobody
+    assert torch.equal(algorithm.node_vectors, before)  # a round that is refused moves nobody, and is entered nowhere
+    assert [len(ledger) for ledger in algorithm.ledgers] == entries
 
 
 def _steps(algorithm, count):
@@ -322,6 +342,9 @@ def test_a_step_size_that_may_diverge_is_warned_of():
         ({"nodes": []}, r"nodes: got \[\], must be a non-empty sequence"),
         ({"secure": True}, "micro_batch_size: got None, must be a number with secure=True"),
         ({"noise_std": math.nan}, "noise_std: got nan"),
+        ({"mixing": 0}, "mixing: got 0, must be > 0"),
+        ({"nodes": [(torch.zeros(2, 3), torch.zeros(2)), (torch.zeros(2, 4), torch.zeros(2))] * 2}, r"nodes\[1\]: has"),
+        ({"nodes": [(torch.zeros(2, 3), torch.zeros(2)), (torch.zeros(2, 3), torch.zeros(2).long())] * 2}, "type"),
     ],
 )
 def test_mistakes_are_named(change, words):
@@ -329,6 +352,32 @@ def test_mistakes_are_named(change, words):
     arguments = {"topology": topologies.ring(4), "nodes": nodes, **SETTINGS} | change
     with pytest.raises(ValueError, match=words):
         SDMDSGD(model, loss_fn, arguments.pop("nodes"), **arguments)
+
+
+def test_inputs_by_name_must_come_in_one_order():
+    x, y = torch.zeros(2, 3), torch.zeros(2)
+    nodes = [({"a": x, "b": x}, y), ({"b": x, "a": x}, y)]
+    with pytest.raises(ValueError, match=r"nodes\[1\]: has inputs or targets of another form than nodes\[0\]"):
+        SDMDSGD(softplus_regression(3), squared_loss, nodes, topology=topologies.ring(2), **SETTINGS)
+
+
+@pytest.mark.parametrize("change", [{"clamp": 0.0}, {"clamp": math.inf}, {"batch_size": 0}, {"mask_seed": 1.5}])
+def test_mistakes_are_named_before_noise_is_calibrated(change):
+    model, loss_fn, nodes = problem()
+    settings = {k: v for k, v in SETTINGS.items() if k != "noise_std"} | change
+    with pytest.raises(ValueError, match=f"{next(iter(change))}: got"):
+        SDMDSGD.with_budget(
+            model, loss_fn, nodes, topology=topologies.ring(4), epsilon=1.0, delta=1e-5, rounds=3, **settings
+        )
+
+
+def test_a_state_of_other_nodes_changes_nothing():
+    three, four = (run({}, rounds=2, sizes=SIZES[:n])[0] for n in (3, 4))
+    fresh = run({}, rounds=0)[0]
+    with pytest.raises(ValueError, match=r"node_vectors: are \(3, 21\) in the saved run, must be \(4, 21\)"):
+        fresh.load_state_dict(three.state_dict())
+    fresh.load_state_dict(four.state_dict())
+    assert torch.equal(fresh.node_vectors, four.node_vectors)
 
 
 def test_a_graph_in_two_parts_is_refused():

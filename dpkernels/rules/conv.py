@@ -76,27 +76,14 @@ def _conv(
 
 
 def _write_rows(tape: Tape, weight: Tracked, x: Tensor, g: Tensor, layout: Layout, geometry: _Geometry) -> None:
-    def form(samples: slice) -> tuple[Tensor, Tensor]:
-        return conv_rows(x[samples], g[samples], geometry.kernel, *geometry.steps)
-
-    def again(samples: slice) -> Tensor:
-        return form(samples)[0].flatten(2)
-
-    def clamp(sums: Tensor, bound: float) -> None:
-        add_conv_clamped(sums.view(-1, *shape), x, g, bound, *geometry.steps)
-
-    shape = weight._value.shape
+    shape, batch = weight._value.shape, tape.batch
     height, width, length = shape[0], shape[1:].numel(), g.shape[2:].numel()
     in_order = layout.in_order and layout.rows == 1
     if tape.walking and in_order:
-
-        def add(rows: Tensor, scale: float) -> None:  # of the leaf, which the weight may be a view of
-            add_conv_rows(rows.view(tape.batch, *shape), x, g, scale, *geometry.steps)
-
-        tape.add(weight, Later(again, tape.batch, add=add, clamp=clamp if is_native(x) else None, made_of=(x, g)))
-    elif planner.fits(tape.batch, height, width, tape.room) or not in_order or not is_native(x):
+        tape.add(weight, _later(x, g, batch, shape, geometry))
+    elif planner.fits(batch, height, width, tape.room) or not in_order or not is_native(x):
         tape.note(weight, planner.Way.KEEP, length, height, width)
-        rows, squares = form(slice(None))
+        rows, squares = conv_rows(x, g, geometry.kernel, *geometry.steps)
         if in_order:
             tape.add_dense(weight, rows, squares)
         else:
@@ -104,8 +91,29 @@ def _write_rows(tape: Tape, weight: Tracked, x: Tensor, g: Tensor, layout: Layou
     else:
         tape.note(weight, planner.Way.TILE, length, height, width)
         x = tape.own(x)
-        squares = torch.cat([form(samples)[1] for samples in chunks(tape.batch, height * width)])
-        tape.add(weight, Later(again, tape.batch, squares, clamp=clamp, made_of=(x, g)))
+        parts = chunks(batch, height * width)
+        squares = torch.cat([conv_rows(x[s], g[s], geometry.kernel, *geometry.steps)[1] for s in parts])
+        tape.add(weight, _later(x, g, batch, shape, geometry, squares))
+
+
+def _later(
+    x: Tensor, g: Tensor, batch: int, shape: torch.Size, geometry: _Geometry, squares: Tensor | None = None
+) -> Later:
+    """The weight gradients of images, formed when asked for; `shape` is the weight's, which its leaf may not have."""
+
+    def form(samples: slice) -> Tensor:
+        return conv_rows(x[samples], g[samples], geometry.kernel, *geometry.steps)[0].flatten(2)
+
+    def add(rows: Tensor, scale: float) -> None:
+        add_conv_rows(rows.view(batch, *shape), x, g, scale, *geometry.steps)
+
+    def clamp(sums: Tensor, bound: float) -> None:
+        add_conv_clamped(sums.view(-1, *shape), x, g, bound, *geometry.steps)
+
+    def again(x: Tensor, g: Tensor) -> Later:
+        return _later(x, g, batch, shape, geometry)
+
+    return Later(form, batch, squares, add, clamp if is_native(x) else None, (x, g), again)
 
 
 def _conv_apart(
