@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h') setup.py pyproject.toml
-CPP := $(shell find csrc -name '*.cpp' -o -name '*.h')
+CPP := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu')
 
 .PHONY: setup dev build train test lint bench audit wheel clean
 

@@ -21,7 +21,7 @@ SETTINGS = {
     "mixing": 0.5,
     "keep_probability": 0.4,
     "clamp": 0.2,
-    "noise_std": 0.05,
+    "noise_std": 0.5,
     "batch_size": 3.0,
     "sampling_rate": 0.4,
 }
@@ -131,7 +131,7 @@ def test_everything_kept_and_no_mixing_is_dsgd():
             (batch,) = dpk.sampling.poisson(len(node[1]), 0.4, 1, seed_of(3, 2, i), start=number)
             put(model, x[i])
             rows = truth.flat(truth.loop(model, loss_fn, node[0][batch], node[1][batch]))
-            g.append(rows.clamp(-0.2, 0.2).sum(0) / 3.0 - 0.05 * draws[i](x[i]))  # noise has either sign
+            g.append(rows.clamp(-0.2, 0.2).sum(0) / 3.0 - 0.5 * draws[i](x[i]))  # noise has either sign
         x = w @ x - 0.3 * torch.stack(g)
     torch.testing.assert_close(algorithm.node_vectors, x, rtol=0, atol=1e-9)
 
@@ -211,7 +211,7 @@ def test_epsilon_is_that_of_the_masks_that_were_and_of_the_worst_node():
     found = []
     for i in range(4):
         kept = [len(kept_by(0, number, i, 21, 0.4)) for number in range(30)]
-        event = dpk.accounting.sdm_dsgd(kept, noise_std=0.05, clamp=0.2, batch_size=3.0, sampling_rate=0.4)
+        event = dpk.accounting.sdm_dsgd(kept, noise_std=0.5, clamp=0.2, batch_size=3.0, sampling_rate=0.4)
         found.append(dpk.accounting.epsilon(event, 1e-5))
     assert algorithm.epsilon(1e-5) == pytest.approx(max(found), rel=1e-6)
     assert min(found) < max(found)
@@ -229,7 +229,7 @@ def test_numbers_of_kept_coordinates_are_rounded_up_in_the_ledger():
     multipliers = {r.noise_multiplier: r.steps for r in algorithm.ledgers[0].event().releases}
     wanted = {}
     for number in kept:
-        z = 0.05 * 3.0 / (0.2 * math.sqrt(-(-number // 8) * 8))
+        z = 0.5 * 3.0 / (0.2 * math.sqrt(-(-number // 8) * 8))
         wanted[z] = wanted.get(z, 0) + 1
     assert sorted(multipliers) == pytest.approx(sorted(wanted))
     assert sorted(multipliers.values()) == sorted(wanted.values())

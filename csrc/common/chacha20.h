@@ -30,7 +30,6 @@ inline SecureStream secure_stream(const int64_t* key, int64_t release) {
 
 constexpr int chacha20_double_rounds = 10, chacha20_words = 16;
 constexpr int64_t secure_group_blocks = 8;
-constexpr uint32_t chacha20_constants[4] = {0x61707865u, 0x3320646Eu, 0x79622D32u, 0x6B206574u};
 
 // One quarter round, on words or on vectors of words.
 template <class W>
@@ -56,7 +55,8 @@ DPK_HOST_DEVICE inline void chacha20_rounds(W* state) {
 // State word w of a block before the rounds.
 DPK_HOST_DEVICE inline uint32_t chacha20_state_word(const SecureStream& stream, Purpose purpose, uint64_t block,
                                                     int w) {
-  if (w < 4) return chacha20_constants[w];
+  const uint32_t constants[4] = {0x61707865u, 0x3320646Eu, 0x79622D32u, 0x6B206574u};
+  if (w < 4) return constants[w];
   if (w < 12) return stream.key[w - 4];
   if (w == 12) return static_cast<uint32_t>(block);
   if (w == 13) return counter_word_1(purpose, block);

@@ -17,17 +17,17 @@
 constexpr uint32_t tail_threshold = 1u << 20;
 
 // U for a word below tail_threshold.
-inline float tail_uniform(uint32_t word, uint32_t extra) {
+DPK_HOST_DEVICE inline float tail_uniform(uint32_t word, uint32_t extra) {
   return static_cast<float>((word + (extra + 0.5) * 0x1p-32) * 0x1p-32);
 }
 
 template <class L>
-inline typename L::F uniform_from_word(typename L::U word) {
+DPK_HOST_DEVICE inline typename L::F uniform_from_word(typename L::U word) {
   return L::to_float((typename L::I)(word >> 1)) * 0x1p-31f + 0x1p-32f;
 }
 
 template <class L>
-inline typename L::F radius_from_uniform(typename L::F uniform) {
+DPK_HOST_DEVICE inline typename L::F radius_from_uniform(typename L::F uniform) {
   using F = typename L::F;
   using I = typename L::I;
   constexpr int32_t sqrt_half = 0x3F3504F3;
@@ -47,7 +47,7 @@ inline typename L::F radius_from_uniform(typename L::F uniform) {
 }
 
 template <class L>
-inline void normal_pair(typename L::F radius, typename L::U angle, typename L::F& z0, typename L::F& z1) {
+DPK_HOST_DEVICE inline void normal_pair(typename L::F radius, typename L::U angle, typename L::F& z0, typename L::F& z1) {
   using F = typename L::F;
   using I = typename L::I;
   using U = typename L::U;

@@ -18,19 +18,19 @@ constexpr uint64_t secure_tail_threshold = uint64_t{1} << 52;
 
 // An integer below 2^32.
 template <class L>
-inline typename L::D from_half(typename L::Q x) {
+DPK_HOST_DEVICE inline typename L::D from_half(typename L::Q x) {
   return L::as_double(x | 0x4330000000000000ull) - 0x1p52;
 }
 
 // word + 1/2, rounded once.
 template <class L>
-inline typename L::D from_word(typename L::Q word) {
+DPK_HOST_DEVICE inline typename L::D from_word(typename L::Q word) {
   return from_half<L>(word >> 32) * 0x1p32 + (from_half<L>(word & 0xFFFFFFFFull) + 0.5);
 }
 
 // `rest` is 1 - U; it matters where U is above sqrt(1/2).
 template <class L>
-inline typename L::D radius_from_uniform64(typename L::D uniform, typename L::D rest) {
+DPK_HOST_DEVICE inline typename L::D radius_from_uniform64(typename L::D uniform, typename L::D rest) {
   using D = typename L::D;
   using Q = typename L::Q;
   constexpr uint64_t sqrt_half = 0x3FE6A09E667F3BCDull;
@@ -51,20 +51,20 @@ inline typename L::D radius_from_uniform64(typename L::D uniform, typename L::D 
 }
 
 template <class L>
-inline typename L::D radius_from_word64(typename L::Q word) {
+DPK_HOST_DEVICE inline typename L::D radius_from_word64(typename L::Q word) {
   return radius_from_uniform64<L>(from_word<L>(word) * 0x1p-64, from_word<L>(~word) * 0x1p-64);
 }
 
 // The radius of a word below secure_tail_threshold.
 template <class L>
-inline typename L::D tail_radius64(typename L::Q word, typename L::Q extra) {
+DPK_HOST_DEVICE inline typename L::D tail_radius64(typename L::Q word, typename L::Q extra) {
   const typename L::D exact = from_half<L>(word >> 32) * 0x1p32 + from_half<L>(word & 0xFFFFFFFFull);
   const typename L::D uniform = (exact + from_word<L>(extra) * 0x1p-64) * 0x1p-64;
   return radius_from_uniform64<L>(uniform, uniform);
 }
 
 template <class L>
-inline void normal_pair64(typename L::D radius, typename L::Q angle, typename L::D& z0, typename L::D& z1) {
+DPK_HOST_DEVICE inline void normal_pair64(typename L::D radius, typename L::Q angle, typename L::D& z0, typename L::D& z1) {
   using D = typename L::D;
   using Q = typename L::Q;
   // angle = quarter turns (the top two bits of `turns`) plus x in [-pi/4, pi/4)
