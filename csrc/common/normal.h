@@ -47,7 +47,8 @@ DPK_HOST_DEVICE inline typename L::F radius_from_uniform(typename L::F uniform) 
 }
 
 template <class L>
-DPK_HOST_DEVICE inline void normal_pair(typename L::F radius, typename L::U angle, typename L::F& z0, typename L::F& z1) {
+DPK_HOST_DEVICE inline void normal_pair(typename L::F radius, typename L::U angle, typename L::F& z0,
+                                        typename L::F& z1) {
   using F = typename L::F;
   using I = typename L::I;
   using U = typename L::U;

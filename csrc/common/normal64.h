@@ -64,7 +64,8 @@ DPK_HOST_DEVICE inline typename L::D tail_radius64(typename L::Q word, typename 
 }
 
 template <class L>
-DPK_HOST_DEVICE inline void normal_pair64(typename L::D radius, typename L::Q angle, typename L::D& z0, typename L::D& z1) {
+DPK_HOST_DEVICE inline void normal_pair64(typename L::D radius, typename L::Q angle, typename L::D& z0,
+                                          typename L::D& z1) {
   using D = typename L::D;
   using Q = typename L::Q;
   // angle = quarter turns (the top two bits of `turns`) plus x in [-pi/4, pi/4)
