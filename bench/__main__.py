@@ -6,7 +6,7 @@ cases by name (pytest's -k), behind the others models. Besides:
     fashion DIRECTORY          trains by two algorithms on Fashion-MNIST; an hour
     papers DIRECTORY [which]   what the papers of the federated algorithms show, in small; minutes
     soundness [ROWS]           hunts for a row that exceeds its clip bound; minutes
-    audit                      attacks what is released
+    audit [words]              attacks what is released
 """
 
 import sys

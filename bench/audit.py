@@ -1,7 +1,7 @@
-"""`python -m bench audit`, `make audit`: attack every release, and broken builds of it, with many runs.
+"""`python -m bench audit [words]`, `make audit`: attack every release, and broken builds of it, with many runs.
 
-Prints the epsilon that is claimed beside what the attack proves. A sound build's bound must not exceed its claim; a
-broken build's must.
+Words pick attacks by name. Prints the epsilon that is claimed beside what the attack proves. A sound build's bound must
+not exceed its claim; a broken build's must.
 """
 
 from __future__ import annotations
@@ -45,13 +45,20 @@ def main(words: list[str]) -> int:
         figures = f"{finding.claimed:.2f}", f"{finding.lower:.2f}", f"{finding.delta:g}"
         rows.append((attack, build, *figures, verdict))
 
+    def wanted(attack: str) -> bool:
+        return not words or any(word in attack for word in words)
+
     for name, attack in attacks().items():
+        if not wanted(name):
+            continue
         for build, context in {"sound": contextlib.nullcontext, **broken.BUILDS}.items():
             with context():
                 add(name, build, attack(), build != "sound")
     for name in mechanisms.ALGORITHMS:
         for rate in (1.0, 0.5, 0.1):
-            add(f"{name}, {CANARIES} canaries, rate {rate:g}", "sound", one_run(name, steps=10, rate=rate), False)
+            attack_name = f"{name}, {CANARIES} canaries, rate {rate:g}"
+            if wanted(attack_name):
+                add(attack_name, "sound", one_run(name, steps=10, rate=rate), False)
     print("\n".join(f"{what}: {how}" for what, how in harness.machine().items()))
     print(f"\n{aligned(rows)}\n\n{time.perf_counter() - start:.0f} s, {wrong} wrong")
     return 1 if wrong else 0
