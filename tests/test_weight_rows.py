@@ -168,6 +168,16 @@ def test_a_clamped_coordinate_is_never_beyond_its_bound(length):
     assert float(sums.abs().min()) > bound * (1 - 1e-6)
 
 
+@pytest.mark.parametrize("name", ["wide", "groups", "3d"])
+@pytest.mark.usefixtures("isa")
+def test_a_clamped_coordinate_of_a_convolution_is_never_beyond_its_bound(name):
+    x, g, (kernel, *steps) = convolution(name, batch=1)
+    sums = torch.zeros(1, g.shape[1], x.shape[1] // steps[-1], *kernel, dtype=torch.float64)
+    OPS.conv_clamp_sum_(sums, 1e6 * x, g, 0.1, *steps)
+    assert float(sums.abs().max()) <= 0.1
+    assert float(sums.abs().max()) > 0.1 * (1 - 1e-6)
+
+
 @pytest.mark.usefixtures("isa")
 def test_clamped_sums_have_the_same_bits_for_any_number_of_threads():
     x, g, (_, *steps) = convolution("wide", batch=9)
