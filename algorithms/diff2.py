@@ -15,8 +15,8 @@ from dpkernels.accounting import Event, Ledger, PublishedBound
 from dpkernels.gradients import batch_of
 from dpkernels.paper_events import Accounting
 
-from .federation import Client, check_clients, chosen, joined, largest_epsilon, seed_of
-from .two_points import RowsOf, TwoPoints, secured
+from .federation import Client, check_clients, chosen, joined, largest_epsilon, secured, seed_of
+from .two_points import RowsOf, TwoPoints
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,15 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import dpkernels as dpk
 from dpkernels import checks
 from dpkernels.accounting import Event, Ledger, no_worse
 from dpkernels.gradients import batch_of
+from dpkernels.members import members_of
 from dpkernels.nested import flat_tensors, map_tensors, nested_like
+from dpkernels.noise import std_for
 
 Client = tuple[Any, Any]  # inputs and targets
 
@@ -81,6 +83,14 @@ def largest_epsilon(ledgers: Sequence[Ledger], delta: float) -> float:
     return max(dpk.accounting.epsilon(event, delta) for event in worst)
 
 
+def secured(noise: float, largest: float, model: nn.Module, arguments: dict[str, Any]) -> float:
+    """The noise that has the same effect once the roundings of secure noise are counted, if that is asked for.
+
+    `largest`: the largest noise multiplier of the run, for which they weigh most.
+    """
+    return noise * std_for(largest, 1.0, members_of(model).width, secure=bool(arguments.get("secure", False))) / largest
+
+
 class InProcess:
     """A transport within one process: messages arrive as they are. Counts what would be on the wire."""
 
@@ -108,8 +118,7 @@ def dirichlet(labels: Tensor, parties: int, alpha: float, seed: int = 0) -> list
     """
     if checks.whole("parties", parties, low=1) > len(labels):
         raise ValueError(f"parties: got {parties}, must be at most the {len(labels)} records")
-    if checks.number("alpha", alpha, low=0) == 0:
-        raise ValueError("alpha: got 0, must be > 0")
+    checks.positive("alpha", alpha)
     rng = np.random.default_rng(seed)
     parts: list[list[int]] = [[] for _ in range(parties)]
     for label in labels.unique():

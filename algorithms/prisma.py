@@ -15,8 +15,8 @@ from dpkernels.accounting import Event, Ledger, PublishedBound
 from dpkernels.gradients import batch_of
 from dpkernels.paper_events import Accounting
 
-from .federation import Client, check_clients, chosen, largest_epsilon, seed_of
-from .two_points import TwoPoints, secured
+from .federation import Client, check_clients, chosen, largest_epsilon, secured, seed_of
+from .two_points import TwoPoints
 
 
 class PriSMA(TwoPoints):
@@ -86,7 +86,7 @@ class PriSMA(TwoPoints):
             max_bytes=max_bytes,
             secure=secure,
         )
-        self._momentum = _check_momentum(momentum)
+        self._momentum = checks.positive("momentum", momentum, high=1)
         self._gradient_norm = checks.number("gradient_norm", gradient_norm, low=0)
         self._server_norm = math.inf if server_norm is None else checks.number("server_norm", server_norm, low=0)
         self._clips_differences = difference_norm is not None
@@ -240,12 +240,6 @@ class PriSMA(TwoPoints):
             budget=(epsilon, delta),
             **arguments,
         )
-
-
-def _check_momentum(momentum: float) -> float:
-    if checks.number("momentum", momentum, low=0, high=1) == 0:
-        raise ValueError("momentum: got 0, must be > 0")
-    return momentum
 
 
 def _difference_bound(

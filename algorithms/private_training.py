@@ -13,7 +13,7 @@ import dpkernels as dpk
 from dpkernels import checks
 from dpkernels.members import members_of
 from dpkernels.noise import std_for
-from dpkernels.places import check_places
+from dpkernels.places import Places
 
 from .incremental_norms import IncrementalNorms, NormSummary
 from .micro_batches import check_size, memory_for_rows, micro_batches
@@ -47,8 +47,7 @@ class PrivateTraining:
         multiplier = checks.number("noise_multiplier", noise_multiplier, low=0)
         if multiplier > 0 and math.isinf(bound):
             raise ValueError("max_norm: got inf, must be finite when noise_multiplier > 0: noise is relative to it")
-        if checks.number("expected_batch_size", expected_batch_size, low=0) == 0:
-            raise ValueError("expected_batch_size: got 0, must be > 0")
+        checks.positive("expected_batch_size", expected_batch_size)
         check_size(micro_batch_size, secure=secure)
         rule = dpk.clipping.Flat(bound) if clip is None else dpk.clipping.as_rule(clip)
         if rule.row_norm > bound * (1 + 1e-9):
@@ -63,7 +62,7 @@ class PrivateTraining:
         self._expected_batch_size = float(expected_batch_size)
         self._micro_batch_size = micro_batch_size
         self._max_bytes = memory_for_rows(max_bytes, secure=secure)
-        self._checked = False
+        self._places = Places(secure=secure)
 
     @classmethod
     def with_budget(
@@ -122,9 +121,7 @@ class PrivateTraining:
         """The private mean over a batch; `out` is asked for memory to put it in when all else is done."""
         *first, (x, y, last) = micro_batches(inputs, targets, self._micro_batch_size, filled=self.noise.secure)
         onto: dict[str, Tensor] | None = None
-        if self.noise.secure and not self._checked:
-            check_places(self.model, rows_of, x, y)
-            self._checked = True
+        self._places.check(self.model, rows_of, x, y)
         for x_, y_, where in first:
             found = rows_of(x_, y_).clip_sum(self._clip, onto=onto, dtype=torch.float64, where=where)
             onto = found.sum

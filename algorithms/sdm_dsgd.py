@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal, Self
 
@@ -17,12 +17,11 @@ from dpkernels.accounting import Event, Ledger
 from dpkernels.gradients import batch_of
 from dpkernels.members import members_of
 from dpkernels.paper_events import Accounting, rounded_up
-from dpkernels.places import check_places
+from dpkernels.places import Places
 
-from .federation import Client, InProcess, check_clients, largest_epsilon, seed_of
+from .federation import Client, InProcess, check_clients, largest_epsilon, secured, seed_of
 from .micro_batches import check_size, stacked_batches
 from .topologies import check_topology
-from .two_points import secured
 
 Order = Literal["noise-then-sparsify", "sparsify-then-noise"]
 
@@ -97,15 +96,15 @@ class SDMDSGD:
         self.nodes = check_clients(nodes, "nodes")
         self._topology = check_topology(topology, len(self.nodes))
         self._lr = checks.number("lr", lr, low=0)
-        self._mixing = _positive("mixing", mixing, high=1.0)
+        self._mixing = checks.positive("mixing", mixing, high=1)
         self._keep = checks.number("keep_probability", keep_probability, low=2.0**-32, high=1)
         self._clamp = checks.number("clamp", clamp, low=0)
         self._noise_std = checks.number("noise_std", noise_std, low=0)
-        self._batch_size = _positive("batch_size", batch_size)
+        self._batch_size = checks.positive("batch_size", batch_size)
         self._rate = checks.number("sampling_rate", sampling_rate, low=0, high=1)
         self._noise_scale = _noise_scale(order, self._keep)
         self._mask_seed = checks.whole("mask_seed", mask_seed, low=0)
-        self._micro_batch_size, self._secure, self._checked = micro_batch_size, secure, False
+        self._micro_batch_size, self._places = micro_batch_size, Places(secure=secure)
         self._warn_of_divergence(checks.number("smoothness", smoothness, low=0))
         self._sizes = [batch_of(*node) for node in self.nodes]
         self._neighbours = (self._topology.clone().fill_diagonal_(0) != 0).sum(1).tolist()
@@ -176,9 +175,7 @@ class SDMDSGD:
         weights, sums = self._by_parameter(self.node_vectors), self._by_parameter(total)
         rows_of = partial(dpk.per_sample_gradients, self.model, self.loss_fn, weights=weights)
         for inputs, targets, where in stacked_batches(self.nodes, batches, self._micro_batch_size, self._memory):
-            if self._secure and not self._checked:
-                check_places(self.model, rows_of, inputs, targets, runs=len(self.nodes))
-                self._checked = True
+            self._places.check(self.model, rows_of, inputs, targets, runs=len(self.nodes))
             rows_of(inputs, targets, where=where).clamped_sums(self._clamp, len(self.nodes), onto=sums)
         return total.div_(self._batch_size)
 
@@ -250,8 +247,8 @@ class SDMDSGD:
         `arguments` are those of the constructor but for the noise.
         """
         width = members_of(model).width
-        _positive("clamp", clamp)
-        _positive("batch_size", batch_size)
+        checks.positive("clamp", clamp)
+        checks.positive("batch_size", batch_size)
         checks.whole("mask_seed", mask_seed, low=0)
         kept = most_kept(width, keep_probability, mask_seed, len(check_clients(nodes, "nodes")), rounds)
         unit = clamp * math.sqrt(max(rounded_up(kept[0]), 1)) / batch_size
@@ -317,12 +314,6 @@ class SDMDSGD:
         self._average()
 
 
-def _positive(name: str, value: float, high: float = math.inf) -> float:
-    if checks.number(name, value, low=0, high=high) == 0:
-        raise ValueError(f"{name}: got {value!r}, must be > 0")
-    return float(value)
-
-
 def mask_seed_of(mask_seed: int, number: int, node: int) -> int:
     """The seed of a node's mask in a round: public, as all masks are."""
     return (mask_seed + (number << 20) + node) % 2**63  # seeds that differ have nothing in common
@@ -337,11 +328,8 @@ def most_kept(width: int, keep_probability: float, mask_seed: int, nodes: int, r
         for number in range(rounds):
             yield len(dpk.sparsify(nothing, keep_probability, seed=mask_seed_of(mask_seed, number, i)).values)
 
-    return _largest_by_place(sorted(of_node(i), reverse=True) for i in range(nodes))
-
-
-def _largest_by_place(lists: Iterable[list[int]]) -> list[int]:
-    return [max(numbers) for numbers in zip(*lists, strict=True)]
+    by_node = [sorted(of_node(i), reverse=True) for i in range(nodes)]
+    return [max(numbers) for numbers in zip(*by_node, strict=True)]
 
 
 def _noise_scale(order: str, keep_probability: float) -> float:

@@ -14,8 +14,7 @@ import dpkernels as dpk
 from dpkernels import checks
 from dpkernels.gradients import batch_of
 from dpkernels.members import members_of
-from dpkernels.noise import std_for
-from dpkernels.places import check_places
+from dpkernels.places import Places
 from dpkernels.reference import wide_type
 
 from .federation import check_clients
@@ -55,7 +54,7 @@ class TwoPoints:
         self._earlier = copy.deepcopy(model)
         self._spare = [self._zeros() for _ in range(2)]  # memory for sums, which nobody sees before the noise is in
         self._micro_batch_size = micro_batch_size
-        self._secure, self._checked = secure, False
+        self._secure, self._places = secure, Places(secure=secure)
         self._max_bytes = memory_for_rows(max_bytes, secure=secure)
         self._sizes = [batch_of(*client) for client in self.clients]
 
@@ -116,9 +115,7 @@ class TwoPoints:
         total: Sum = {}
         for inputs, targets, weight in parts:
             for x, y, where in micro_batches(inputs, targets, size, filled=self._secure):
-                if self._secure and not self._checked:
-                    check_places(self.model, self._rows_now, x, y)
-                    self._checked = True
+                self._places.check(self.model, self._rows_now, x, y)
                 for (rows, bound, share), out in zip(rows_of(x, y), memory, strict=False):
                     found = rows.clip_sum(bound, dtype=dtype, scale=weight * share, where=where, out=out).sum
                     total = {name: t.add_(found[name]) for name, t in total.items()} if total else found
@@ -148,11 +145,3 @@ class TwoPoints:
         self.model.load_state_dict(state["model"])
         self._earlier.load_state_dict(state["earlier"])
         self.round, self.bytes_sent = int(state["round"]), int(state["bytes_sent"])
-
-
-def secured(noise: float, largest: float, model: nn.Module, arguments: dict[str, Any]) -> float:
-    """The noise that has the same effect once the roundings of secure noise are counted, if that is asked for.
-
-    `largest`: the largest noise multiplier of the run, for which they weigh most.
-    """
-    return noise * std_for(largest, 1.0, members_of(model).width, secure=bool(arguments.get("secure", False))) / largest

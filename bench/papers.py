@@ -41,8 +41,8 @@ def loss_and_slope(model: nn.Module, loss_fn: Callable[[Tensor, Tensor], Tensor]
 
 
 def finish(name: str, title: str, axes: tuple[str, str], lines: Lines, histories: dict[str, History]) -> None:
+    RESULTS.mkdir(exist_ok=True)
     for kind, history in histories.items():
-        RESULTS.mkdir(exist_ok=True)
         history.to_json(RESULTS / f"papers-{name}-{kind.lower().replace(' ', '-')}.json")
     plot.save(RESULTS / f"papers-{name}.svg", title, *axes, lines, logarithmic=(False, False))
     print(f"saved to {RESULTS.name}/papers-{name}.svg and .json", flush=True)

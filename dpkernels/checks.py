@@ -23,6 +23,14 @@ def number(name: str, value: object, *, low: float, high: float = math.inf, fini
     raise ValueError(f"{name}: got {value!r}, must be a {'finite ' if finite else ''}number {span}")
 
 
+def positive(name: str, value: object, *, high: float = math.inf) -> float:
+    """`value` as a finite float above 0, at most `high`."""
+    x = number(name, value, low=0, high=high)
+    if x == 0:
+        raise ValueError(f"{name}: got 0, must be > 0")
+    return x
+
+
 def whole(name: str, value: object, *, low: int, cure: str = "") -> int:
     """`value` as an int of at least `low`."""
     if isinstance(value, int) and not isinstance(value, bool) and value >= low:

@@ -72,8 +72,16 @@ class Ledger:
 
     def check(self, *, std: float, sensitivity: float) -> None:
         """Raise a `BudgetError` if such a release would be refused; nothing is entered."""
+        kind = self._kind(std, sensitivity, True)
         with self._lock:
-            self._refuse_beyond((std / sensitivity if sensitivity > 0 else math.inf, True))
+            self._refuse_beyond(kind)
+
+    @staticmethod
+    def _kind(std: float, sensitivity: float, sampled: bool) -> Kind:
+        checks.number("std", std, low=0)
+        checks.number("sensitivity", sensitivity, low=0, finite=False)
+        # at sensitivity 0 nothing about any record is in the release
+        return std / sensitivity if sensitivity > 0 else math.inf, sampled
 
     def record(self, *, std: float, sensitivity: float, reproducible: bool, sampled: bool = True) -> None:
         """Enter one release. `sensitivity` is the norm of one record's row, `std` that of the noise.
@@ -81,11 +89,7 @@ class Ledger:
         `reproducible` noise is private only from those who do not know its seed. `sampled=False`: a release of all
         records, in a ledger whose other releases are of samples.
         """
-        checks.number("std", std, low=0)
-        checks.number("sensitivity", sensitivity, low=0, finite=False)
-        # at sensitivity 0 nothing about any record is in the release
-        multiplier = std / sensitivity if sensitivity > 0 else math.inf
-        kind = (multiplier, sampled)
+        kind = self._kind(std, sensitivity, sampled)
         if torch.compiler.is_compiling():
             self._enter(kind, reproducible)
             return

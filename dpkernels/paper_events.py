@@ -215,8 +215,7 @@ def _restarts(rounds: int, restart_every: int) -> int:
 
 def _positive(**numbers: float) -> None:
     for name, value in numbers.items():
-        if checks.number(name, value, low=0) == 0:
-            raise ValueError(f"{name}: got 0, must be > 0")
+        checks.positive(name, value)
 
 
 def rounded_up(number: int) -> int:

@@ -20,6 +20,26 @@ from dpkernels.nested import flat_tensors, map_tensors
 from dpkernels.per_sample import PerSample
 
 
+class Places:
+    """The check of a training run: once, at its first batch, and only where noise is secure."""
+
+    def __init__(self, *, secure: bool) -> None:
+        self._due = secure
+
+    def check(
+        self,
+        model: nn.Module,
+        rows_of: Callable[[Any, Any], PerSample],
+        inputs: Any,
+        targets: Any,
+        runs: int = 1,
+    ) -> None:
+        """See `check_places`."""
+        if self._due:
+            check_places(model, rows_of, inputs, targets, runs)
+            self._due = False
+
+
 def check_places(
     model: nn.Module, rows_of: Callable[[Any, Any], PerSample], inputs: Any, targets: Any, runs: int = 1
 ) -> None:

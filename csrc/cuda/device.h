@@ -46,4 +46,15 @@ DPK_DEVICE T block_sum(T x, T* partial) {
   return warp == 0 ? warp_sum(x) : T(0);
 }
 
+// The entry of a table that has an element: entries begin at their `first`, in order, and leave no gap.
+template <class Entry>
+DPK_DEVICE int entry_of(const Entry* table, int count, int64_t element) {
+  int low = 0, high = count;
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    (table[middle].first <= element ? low : high) = middle;
+  }
+  return low;
+}
+
 }  // namespace dpk::cuda

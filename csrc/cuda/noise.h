@@ -92,27 +92,14 @@ struct Piece {
   bool wide;  // float64
 };
 
-// The piece that has an element; pieces are in order and leave no gap.
-DPK_DEVICE const Piece* piece_of(const Piece* pieces, int count, int64_t element) {
-  int low = 0, high = count;
-  while (high - low > 1) {
-    const int middle = (low + high) / 2;
-    if (pieces[middle].first <= element) {
-      low = middle;
-    } else {
-      high = middle;
-    }
-  }
-  return pieces + low;
-}
-
 constexpr int noise_threads = 256;
 
 template <class Add>
 DPK_DEVICE void add_to(const Piece* pieces, int count, int64_t element, int64_t total, const Piece*& piece,
                        const Add& add) {
   if (element >= total) return;
-  if (element < piece->first || element >= piece->first + piece->length) piece = piece_of(pieces, count, element);
+  if (element < piece->first || element >= piece->first + piece->length)
+    piece = pieces + entry_of(pieces, count, element);
   const int64_t i = element - piece->first;
   if (piece->wide) {
     auto* x = static_cast<double*>(piece->data) + i;
@@ -129,7 +116,7 @@ DPK_KERNEL add_philox_noise(const Piece* pieces, int count, int64_t total, Strea
   if (first >= total) return;
   float z[4];
   philox_normals(stream, static_cast<uint64_t>(block), z);
-  const Piece* piece = piece_of(pieces, count, first);
+  const Piece* piece = pieces + entry_of(pieces, count, first);
   for (int w = 0; w < 4; ++w) {
     const double noise = std * static_cast<double>(z[w]);
     add_to(pieces, count, first + w * group_blocks, total, piece, [&](double x) { return (x + noise) * scale; });
@@ -143,7 +130,7 @@ DPK_KERNEL add_chacha20_noise(const Piece* pieces, int count, int64_t total, Sec
   if (first >= total) return;
   double z[8];
   chacha20_normals(stream, static_cast<uint64_t>(block), z);
-  const Piece* piece = piece_of(pieces, count, first);
+  const Piece* piece = pieces + entry_of(pieces, count, first);
   for (int w = 0; w < 8; ++w) {
     const double noise = std * z[w];
     add_to(pieces, count, first + w * secure_group_blocks, total, piece,

@@ -85,15 +85,11 @@ DPK_KERNEL weighted_sums(const Rows* columns, int count, int64_t total, int64_t 
   for (int w = 0; w < 4; ++w) {
     const int64_t at = first + 16 * w;
     if (at >= total) return;
-    int low = 0, high = count;
-    while (high - low > 1) {
-      const int middle = (low + high) / 2;
-      (columns[middle].first <= at ? low : high) = middle;
-    }
-    const Rows& rows = columns[low];
+    const int column = entry_of(columns, count, at);
+    const Rows& rows = columns[column];
     double sum = 0.0;
     for (int64_t b = 0; b < samples; ++b) {
-      const double weight = weights[b * groups + (groups > 1 ? low : 0)];
+      const double weight = weights[b * groups + (groups > 1 ? column : 0)];
       if (weight == 0.0) continue;
       double x = value_of(rows, b, at - rows.first);
       if (limit >= 0) x = x > limit ? limit : x < -limit ? -limit : x;
