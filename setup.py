@@ -58,8 +58,16 @@ native = Extension(
 )
 
 setup(
-    packages=["dpkernels", "dpkernels.rules", "dpkernels.algorithms"],
-    package_dir={"dpkernels": "dpkernels", "dpkernels.algorithms": "algorithms"},
+    packages=[
+        "dpkernels",
+        "dpkernels.bench",
+        "dpkernels.bench.ops",
+        "dpkernels.opacus",
+        "dpkernels.rules",
+        "dpkernels.triton",
+        "dpkernels.algorithms",
+    ],
+    package_dir={"dpkernels": "dpkernels", "dpkernels.algorithms": "algorithms", "dpkernels.bench": "bench"},
     package_data={"dpkernels": ["py.typed"]},
     ext_modules=[native],
     cmdclass={"build_ext": OptionalBuild},

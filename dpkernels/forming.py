@@ -1,6 +1,6 @@
 """Rows that are formed: each sample's own gradient of a weight; and layers with each sample's own weights.
 
-float32 runs in the ops of `dpkernels.ops`, float64 in the reference.
+float32 runs in the ops of `dpkernels.ops`, float64 in the reference; half types are widened, unless a GPU takes them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpkernels import ops, reference_layers
+from dpkernels import gpu, ops, reference_layers
 from dpkernels.factors import Dense, at_least_float
 
 FEW = 4  # lines of a sample, below which factors are read at the speed of memory
@@ -18,18 +18,24 @@ FEW = 4  # lines of a sample, below which factors are read at the speed of memor
 
 def outer_rows(a: Tensor, g: Tensor) -> Dense:
     """sum_t g_t a_t^T as stored rows."""
-    a, g = at_least_float(a), at_least_float(g)
+    a, g = for_kernels(a, g)
     return Dense(*_op("outer_rows", a)(a, g))
 
 
 def is_native(x: Tensor) -> bool:
     """Whether rows of such factors are formed by native code: with the same bits each time, added as it says."""
-    return x.dtype != torch.float64 and x.device.type == "cpu" and ops.native is not None
+    native = ops.native is not None if x.device.type == "cpu" else gpu.has_tiles(x.device)
+    return x.dtype != torch.float64 and native
+
+
+def for_kernels(*factors: Tensor) -> tuple[Tensor, ...]:
+    """Half types widened to float32, unless kernels take them as they are."""
+    return factors if gpu.takes(*factors) else tuple(at_least_float(t) for t in factors)
 
 
 def conv_rows(x: Tensor, g: Tensor, *geometry: Any) -> tuple[Tensor, Tensor]:
     """The weight gradient of each image on its own, and its norm^2; arguments as of `reference_layers.conv_rows`."""
-    x, g = at_least_float(x), at_least_float(g)
+    x, g = for_kernels(x, g)
     return _op("conv_rows", x)(x, g, *geometry)  # type: ignore[no-any-return]
 
 
@@ -45,13 +51,13 @@ def add_conv_rows(rows: Tensor, x: Tensor, g: Tensor, scale: float, *geometry: A
 
 def add_outer_clamped(sums: Tensor, a: Tensor, g: Tensor, bound: float) -> None:
     """sums [N, height, width] += those over N equal runs of samples of rows sum_t g_t a_t^T, clamped."""
-    a, g = at_least_float(a), at_least_float(g)
+    a, g = for_kernels(a, g)
     _op("outer_clamp_sum_", a)(sums, a, g, bound)
 
 
 def add_conv_clamped(sums: Tensor, x: Tensor, g: Tensor, bound: float, *geometry: Any) -> None:
     """sums [N, O, C / groups, *kernel] += those over N equal runs of images of their weight gradients, clamped."""
-    x, g = at_least_float(x), at_least_float(g)
+    x, g = for_kernels(x, g)
     _op("conv_clamp_sum_", x)(sums, x, g, bound, *geometry)
 
 
@@ -87,4 +93,6 @@ def unfilled(like: Tensor, *size: int) -> Tensor:
 
 
 def _op(name: str, like: Tensor) -> Any:
-    return getattr(torch.ops.dpkernels if like.dtype == torch.float32 else reference_layers, name)
+    is_half = like.dtype in (torch.float16, torch.bfloat16)
+    with_kernel = like.dtype == torch.float32 or (is_half and gpu.has_tiles(like.device))
+    return getattr(torch.ops.dpkernels if with_kernel else reference_layers, name)

@@ -19,12 +19,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dpkernels import factors, forming, planner
-from dpkernels.factors import TINY, UNIT, Dense, Matrix, Outer, Rows, Term, at_least_float, block, chunks, pieces, take
+from dpkernels import factors, forming, planner, sums
+from dpkernels.factors import TINY, UNIT, Dense, Matrix, Outer, Rows, Term, block, chunks, pieces, take
+from dpkernels.sums import FLOAT_UNIT
 
 GRAM_MARGIN = 1e-4  # of norm^2: with more, the row is formed
 TILE_MARGIN = 1e-2  # of the norm, in float32: with more, the row is formed in float64
-FLOAT_UNIT = 2.0**-23  # twice the rounding unit of float32
 UNDERFLOW = 2.0**-1022  # more than a square in float64 loses at the lower end of its range
 
 
@@ -94,7 +94,7 @@ def _of_short(matrices: list[Matrix], rounded: bool) -> tuple[Sequence[Tensor], 
     if not matrices:
         return (), ()
     found = [
-        torch.ops.dpkernels.outer_gram(at_least_float(m.outer.a), at_least_float(m.outer.g))
+        torch.ops.dpkernels.outer_gram(*forming.for_kernels(m.outer.a, m.outer.g))
         for m in matrices
         if m.outer is not None
     ]
@@ -106,7 +106,7 @@ def _of_short(matrices: list[Matrix], rounded: bool) -> tuple[Sequence[Tensor], 
     for i in poor.any(0).nonzero().squeeze(1).tolist():
         squares[:, i], uppers[:, i] = _redone(matrices[i], squares[:, i], uppers[:, i], sizes_[:, i], poor[:, i])
     if rounded:
-        uppers = (uppers.sqrt() + 2 * FLOAT_UNIT * sizes_).square()
+        uppers = (uppers.sqrt() + 2 * raw.new_tensor([_unit(m) for m in matrices]) * sizes_).square()
     return squares.unbind(1), (uppers * (1 + 8 * UNIT)).unbind(1)
 
 
@@ -154,7 +154,7 @@ def _squared_norm(m: Matrix, rounded: bool) -> tuple[Tensor, Tensor]:
 
 def _unit(m: Matrix) -> float:
     """Of the type that g is multiplied and rounded in."""
-    return max(UNIT if t.g.dtype == torch.float64 else FLOAT_UNIT for t in m.terms if not isinstance(t, Dense))
+    return max(sums.rounding(t.g) for t in m.terms if not isinstance(t, Dense))
 
 
 def _by_gram(m: Matrix, size: Tensor) -> tuple[Tensor, Tensor]:
@@ -168,7 +168,7 @@ def _by_tiles(m: Matrix, size: Tensor) -> tuple[Tensor, Tensor]:
     if len(m.terms) > 1 or m.outer is None or not forming.is_native(m.outer.g):
         square = _formed_squares(m)
         return square, _upper_of_formed(m, square, size)
-    square = torch.ops.dpkernels.outer_squares(at_least_float(m.outer.a), at_least_float(m.outer.g))
+    square = torch.ops.dpkernels.outer_squares(*forming.for_kernels(m.outer.a, m.outer.g))
     additions = min(m.length, 256) + m.length // 256 + 3
     margin = additions * FLOAT_UNIT * size + m.height * m.width * m.length * 2.0**-149
     upper = (square.sqrt() * (1 + (m.height * m.width + 64) * UNIT) + margin).square()

@@ -1,9 +1,9 @@
 """The ops as PyTorch's dispatcher knows them: the one boundary to native code.
 
-Schemas are defined here, the reference is registered for every device, then the native module is loaded,
-which adds the CPU kernels. Ops are pure (but for `add_gaussian_`): the noise stream, an int64 tensor
-(key, release number), and its float64 std are drawn outside, by `dpkernels.noise.Gaussian`, and come in as
-tensors so that a compiled step is compiled once. Arguments were checked by `dpkernels.dense`.
+Schemas are defined here, the reference is registered for every device, then the native module is loaded, which adds the
+CPU kernels, and where there is a GPU `dpkernels.gpu` adds its own. Ops are pure (but for `add_gaussian_`): the noise
+stream, an int64 tensor (key, release number), and its float64 std are drawn outside, by `dpkernels.noise.Gaussian`, and
+come in as tensors so that a compiled step is compiled once. Arguments were checked by `dpkernels.dense`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpkernels import reference, reference_layers
+from dpkernels import gpu, reference, reference_layers
 
 SCHEMAS = {
     "clip_sum": "(Tensor[] vectors, Tensor max_norms, float? stability, Tensor? stream, Tensor? std)"
@@ -29,6 +29,7 @@ SCHEMAS = {
     "outer_rows": "(Tensor a, Tensor g) -> (Tensor, Tensor)",
     "outer_squares": "(Tensor a, Tensor g) -> Tensor",
     "outer_gram": "(Tensor a, Tensor g) -> (Tensor, Tensor)",
+    "outer_sum": "(Tensor a, Tensor g, Tensor weights) -> Tensor",
     "conv_rows": "(Tensor x, Tensor g, int[] kernel, int[] stride, int[] padding, int[] dilation, int groups)"
     " -> (Tensor, Tensor)",
     "outer_rows_": "(Tensor(a!) rows, Tensor a, Tensor g, float scale) -> ()",
@@ -58,8 +59,10 @@ SCHEMAS = {
 SUMS = {"clip_sum": 1, "clip_difference_sum": 2, "clip_momentum_sum": 2, "clamp_sum": 1}
 
 _library = torch.library.Library("dpkernels", "DEF")
+# A captured graph of CUDA would release the same noise at every replay: streams are read on the host.
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
 for _name, _schema in SCHEMAS.items():
-    _library.define(_name + _schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _library.define(_name + _schema, tags=_TAGS)
     _source = reference if hasattr(reference, _name) else reference_layers
     _library.impl(_name, getattr(_source, _name), "CompositeExplicitAutograd")
 
@@ -76,6 +79,7 @@ def _load_native() -> tuple[Any, str]:
 
 
 native, native_status = _load_native()
+gpu_status = gpu.load(_library)
 
 
 def _fake_sums(now: Sequence[Tensor], *_: object) -> tuple[list[Tensor], Tensor]:

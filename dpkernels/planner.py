@@ -157,7 +157,8 @@ def gram_or_tile(length: int, other: int, height: int, width: int) -> Way:
 def free_bytes(device: torch.device) -> int:
     """Memory that is free on a device, as far as the system tells."""
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + cached
     known = [n for n in (_meminfo(), _control_group()) if n is not None]
     return (min(known) if known else 1 << 30) + (ops.native.pool_bytes() if ops.native else 0)
 

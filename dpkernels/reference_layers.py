@@ -32,6 +32,11 @@ def outer_gram(a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     return products.sum((1, 2)), (a.norm(dim=2) * g.norm(dim=2)).sum(1)
 
 
+def outer_sum(a: Tensor, g: Tensor, weights: Tensor) -> Tensor:
+    """sum_b weights_b g_b^T a_b, [d, p] from a [B, T, p], g [B, T, d] and weights [B]: one product of matrices."""
+    return (g * weights[:, None, None]).flatten(0, 1).T @ a.flatten(0, 1)
+
+
 def conv_rows(
     x: Tensor,
     g: Tensor,

@@ -11,15 +11,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpkernels.factors import Matrix, at_least_float, chunks
+from dpkernels import forming, gpu
+from dpkernels.factors import UNIT, Matrix, at_least_float, chunks
 
 SCALED = 1 << 18  # elements of g that are scaled at a time
+FLOAT_UNIT = 2.0**-23  # twice the rounding unit of float32
+SPLIT_UNIT = 2.0**-14  # of two bfloat16 that a float32 is written as, should conversions truncate
 
 
 def full_precision(device: torch.device) -> bool:
     """Whether torch multiplies float32 matrices as they are, and does not round them to fewer digits first."""
+    if gpu.has_tiles(device):
+        return True
     library: Any = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
     return getattr(library.matmul, "fp32_precision", "ieee") in ("none", "ieee")
+
+
+def rounding(g: Tensor) -> float:
+    """Twice the unit to which a factor times its coefficient is rounded before it is summed."""
+    if g.dtype == torch.float64:
+        return UNIT
+    return SPLIT_UNIT if g.dtype == torch.bfloat16 and gpu.has_tiles(g.device) else FLOAT_UNIT
 
 
 def product_sum(m: Matrix, weights: Tensor, out: Tensor | None = None) -> Tensor | None:
@@ -31,7 +43,9 @@ def product_sum(m: Matrix, weights: Tensor, out: Tensor | None = None) -> Tensor
     if m.dense is not None or len(m.terms) != 1:
         return None
     if m.outer is not None:
-        a, g = at_least_float(m.outer.a), at_least_float(m.outer.g)
+        a, g = forming.for_kernels(m.outer.a, m.outer.g)
+        if gpu.takes(a, g) and g.dtype != torch.float64:
+            return torch.ops.dpkernels.outer_sum(a, g, weights.float())  # type: ignore[no-any-return]
         fits = out is not None and out.dtype == g.dtype
         total = out.view(m.height, m.width) if out is not None and fits else g.new_empty(m.height, m.width)
         return _scaled_product(a, g, weights.to(g.dtype), total)

@@ -4,6 +4,7 @@ import re
 import shutil
 import struct
 import subprocess
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from dpkernels import reference, reference_noise
+from dpkernels.build_cuda import build
 
 CSRC = Path(__file__).parent.parent / "csrc"
 WARNINGS = ["-Wall", "-Wextra", "-Werror", "-Wno-psabi"]
@@ -61,6 +63,7 @@ def tensor(data, dtype):
     return torch.from_numpy(np.frombuffer(data, dtype).copy())
 
 
+NONE = torch.tensor([], dtype=torch.int64)
 PLAIN = torch.tensor([123456789, 5])
 SECURE = torch.tensor([1, -2, 3, -4, 5])
 
@@ -69,17 +72,42 @@ SECURE = torch.tensor([1, -2, 3, -4, 5])
 @pytest.mark.parametrize("sizes", [(1,), (64, 0, 63), (5, 700, 1, 1300), (130,)])
 def test_noise_is_that_of_every_other_device(sizes, stream, emulate):
     torch.manual_seed(0)
-    wide = [i % 2 for i in range(len(sizes))]
-    tensors = [torch.randn(n, dtype=torch.float64 if w else torch.float32) for n, w in zip(sizes, wide, strict=True)]
-    std, scale = 1.7, 0.25
-    found = emulate("noise", stream, np.array([std, scale]), np.array(wide), *tensors)
-    wanted = reference_noise.add_noise([t.double() for t in tensors], stream, torch.tensor(std, dtype=torch.float64))
-    for data, t, exact in zip(found, tensors, wanted, strict=True):
-        got = tensor(data, np.float64 if t.dtype == torch.float64 else np.float32)
+    tensors = [torch.randn(n, dtype=torch.float64 if i % 2 else torch.float32) for i, n in enumerate(sizes)]
+    found = weighted(emulate, tensors, [True] * len(sizes), [], [], torch.zeros(0, 1).double(), stream, 1.7, 0.25)
+    wanted = reference_noise.add_noise([t.double() for t in tensors], stream, torch.tensor(1.7, dtype=torch.float64))
+    for got, t, exact in zip(found, tensors, wanted, strict=True):
         assert got.shape == t.shape
-        torch.testing.assert_close(got.double(), exact * scale, rtol=1e-6, atol=2e-6)
+        torch.testing.assert_close(got.double(), exact * 0.25, rtol=1e-6, atol=2e-6)
         if len(stream) == 5 and t.dtype == torch.float64:  # on the lattice, so exactly
-            assert torch.equal(got, exact * scale)
+            assert torch.equal(got, exact * 0.25)
+
+
+def weighted(emulate, sums, filled, rows, owner, weights, stream, std, scale):
+    """`weighted_sum_` by the emulated kernel: the sums it makes."""
+    in_order = [row for i in range(len(sums)) for row, own in zip(rows, owner, strict=True) if own == i]
+    of_sums = [v for i, s in enumerate(sums) for v in (s.dtype == torch.float64, filled[i], owner.count(i))]
+    sizes = [len(weights) if rows else 0, weights.shape[1], len(sums), *of_sums, *(KINDS[r.dtype] for r in in_order)]
+    inputs = [np.array(sizes, dtype=np.int64), np.array([std, scale]), stream, weights, *sums, *in_order]
+    found = emulate("weighted", *inputs)
+    return [tensor(data, s.numpy().dtype).view(s.shape) for data, s in zip(found, sums, strict=True)]
+
+
+@pytest.mark.parametrize("stream", [NONE, PLAIN, SECURE], ids=["none", "philox", "chacha20"])
+@pytest.mark.parametrize(("batch", "groups"), [(5, 1), (3, 3), (0, 1)])
+def test_weighted_sums_of_several_rows(batch, groups, stream, emulate):
+    """One sum of two lists of rows, one of none, one that holds something."""
+    torch.manual_seed(0)
+    sums = [torch.randn(70), torch.randn(3, 5, dtype=torch.float64), torch.randn(200)]
+    shapes, owner, dtypes = [(70,), (200,), (70,)], [0, 2, 0], [torch.float32, torch.bfloat16, torch.float16]
+    rows = [torch.randn(batch, *s).to(d) for s, d in zip(shapes, dtypes, strict=True)]
+    weights = torch.rand(batch, groups, dtype=torch.float64)
+    weights[:1] = 0
+    std = torch.tensor(0.5, dtype=torch.float64)
+    filled = [False, True, True]
+    found = weighted(emulate, sums, filled, rows, owner, weights, stream, 0.5, 3.0)
+    reference.weighted_sum_(sums, filled, rows, owner, weights, stream if len(stream) else None, std, 3.0)
+    for got, want in zip(found, sums, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=2e-6)
 
 
 @pytest.mark.parametrize("probability", [1.0, 0.2, 2.0**-9])
@@ -96,34 +124,76 @@ def test_the_mask_is_the_same_bit_for_bit(size, probability, emulate):
 SHAPES = [(3, [5]), (1, [4096]), (4, [4097, 1, 700]), (2, [3] * 9), (0, [10]), (5, [300, 0, 20])]
 
 
-@pytest.mark.parametrize("kind", ["single", "difference", "one before", "clamp"])
+RULES = {"flat": 1, "automatic": 2, "per layer": 1, "difference": 1, "one before": 1, "momentum": 3, "clamp": 4}
+BOUNDS = torch.tensor([2.0, 0.7, 0.3], dtype=torch.float64)  # of momentum
+
+
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize(("batch", "lengths", "dtype"), [(*s, d) for s, d in zip(SHAPES, [*KINDS] * 2, strict=False)])
-def test_squares_and_weighted_sums(batch, lengths, dtype, kind, emulate):
+def test_clipped_sums(batch, lengths, dtype, rule, emulate):
+    """Whole ops, their noise and their norms included, against the reference."""
     torch.manual_seed(0)
     now = [torch.randn(batch, n).to(dtype) for n in lengths]
+    check_clipped(emulate, now, rule)
+
+
+def check_clipped(emulate, now, rule):
+    batch, lengths = len(now[0]), [t.shape[1] for t in now]
     before = []
-    if kind in ("difference", "one before"):
-        before = [torch.randn(*((batch, n) if kind == "difference" else (n,))).to(dtype) for n in lengths]
-    groups = len(lengths) if kind == "difference" else 1
-    weights = torch.rand(batch, groups, dtype=torch.float64)
-    weights[:1] = 0
-    limit = 0.5 if kind == "clamp" else -1.0
-    sizes = [batch, groups, *(v for n in lengths for v in (n, KINDS[dtype], kind == "one before"))]
-    numbers = np.concatenate([[limit], weights.flatten().numpy()])
-    partial, sums = emulate("sums", np.array(sizes, dtype=np.int64), numbers, *now, *before)
-    rows = [a.double() - (b.double() if before else 0) for a, b in zip(now, before or now, strict=True)]
-    chunks = sum(-(-n // 4096) for n in lengths)
-    squares = tensor(partial, np.float64).view(batch, chunks).sum(1)
-    torch.testing.assert_close(squares, sum(r.square().sum(1) for r in rows), rtol=1e-13, atol=0)
-    clamped = [r.clamp(-limit, limit) if limit >= 0 else r for r in rows]
-    wanted = [weights[:, i % groups] @ r for i, r in enumerate(clamped)]
-    torch.testing.assert_close(tensor(sums, np.float64), torch.cat(wanted), rtol=1e-12, atol=1e-12)
+    if rule in ("difference", "one before", "momentum"):
+        nudge = 0.1 if rule == "momentum" else 1.0
+        before = [(t[:1] if rule == "one before" and batch else t) for t in now]
+        before = [(t.double() + nudge * torch.randn(t.shape)).to(t.dtype) for t in before]
+    groups = len(lengths) if rule == "per layer" else 1
+    max_norms = torch.linspace(0.5, 2, groups, dtype=torch.float64)
+    sizes = [batch, groups, RULES[rule], *(v for t in now for v in (t.shape[1], KINDS[t.dtype], rule == "one before"))]
+    limit = 0.4 if rule == "clamp" else -1.0
+    numbers = np.concatenate([[0.01], BOUNDS.numpy(), [limit, 0.3], max_norms.numpy()])
+    op = "momentum" if rule == "momentum" else "clipped"
+    found = emulate(op, np.array(sizes, dtype=np.int64), numbers, PLAIN, *now, *before)
+    norms, sums = tensor(found[0], np.float64), found[2:]
+    noise = PLAIN, torch.tensor(0.3, dtype=torch.float64)
+    stability = 0.01 if rule == "automatic" else None
+    if rule == "momentum":
+        wanted = reference.clip_momentum_sum(now, before, BOUNDS, *noise)
+    elif rule == "clamp":
+        wanted = reference.clamp_sum(now, torch.tensor(0.4, dtype=torch.float64), *noise)
+    elif before:
+        wide = [b.expand(batch, -1) for b in before]
+        wanted = reference.clip_difference_sum(now, wide, max_norms, stability, *noise)
+    else:
+        wanted = reference.clip_sum(now, max_norms, stability, *noise)
+    torch.testing.assert_close(norms.to(wanted[1].dtype), wanted[1], equal_nan=True)
+    for data, want in zip(sums, wanted[0], strict=True):
+        torch.testing.assert_close(tensor(data, want.numpy().dtype), want, rtol=1e-6, atol=2e-6)
+    return found
 
 
-def test_a_sample_of_weight_zero_is_left_out_by_selection(emulate):
-    x = torch.tensor([[float("nan"), float("inf")], [1.0, 2.0]])
-    _, sums = emulate("sums", np.array([2, 1, 2, 0, 0]), np.array([-1.0, 0.0, 3.0]), x)
-    assert tensor(sums, np.float64).tolist() == [3.0, 6.0]
+@pytest.mark.parametrize("rule", RULES)
+def test_a_row_that_is_not_finite_is_left_out(rule, emulate):
+    now = [torch.tensor([[1.0, 2.0], [float("nan"), 1.0], [3.0, float("inf")]]), torch.ones(3, 1)]
+    coefficients = tensor(check_clipped(emulate, now, rule)[1], np.float64).view(3, -1)
+    assert (coefficients[0] != 0).any()
+    assert (coefficients[1:] == 0).all()
+
+
+def test_the_bound_holds_in_exact_arithmetic(emulate):
+    """Rows of one sample, clipped: never longer than the bound, in fractions."""
+    torch.manual_seed(0)
+    for scale in (1.0, 1e-150, 1e150):
+        row = torch.randn(1, 50, dtype=torch.float64) * scale
+        numbers = np.concatenate([[0.0] * 4, [-1.0, 0.0], [0.5 * scale]])
+        sizes = np.array([1, 1, RULES["flat"], 50, KINDS[torch.float64], 0])
+        c = Fraction(tensor(emulate("clipped", sizes, numbers, NONE, row)[1], np.float64).item())
+        assert c * c * sum(Fraction(x) ** 2 for x in row[0].tolist()) <= Fraction(0.5 * scale) ** 2
+
+
+@pytest.mark.parametrize(("batch", "length", "width"), [(3, 5, 4), (2, 130, 33), (1, 1, 1), (0, 4, 2), (2, 0, 3)])
+def test_lookup_squares(batch, length, width, emulate):
+    torch.manual_seed(0)
+    ids, g = torch.randint(0, 7, (batch, length)), torch.randn(batch, length, width)
+    (found,) = emulate("lookup", np.array([batch, length, width]), ids, g)
+    torch.testing.assert_close(tensor(found, np.float64), reference.lookup_squares(ids, g), rtol=1e-13, atol=0)
 
 
 @pytest.mark.parametrize("build", ["address", "thread"])
@@ -136,8 +206,11 @@ def test_under_sanitizers(build, programs, tmp_path):
     test_noise_is_that_of_every_other_device((64, 0, 63), PLAIN, checked)
     test_noise_is_that_of_every_other_device((5, 70), SECURE, checked)
     test_the_mask_is_the_same_bit_for_bit(1100, 0.2, checked)
-    test_squares_and_weighted_sums(2, [300, 1], torch.bfloat16, "difference", checked)
-    test_squares_and_weighted_sums(3, [5], torch.float32, "clamp", checked)
+    test_weighted_sums_of_several_rows(5, 1, PLAIN, checked)
+    test_clipped_sums(2, [300, 1], torch.bfloat16, "difference", checked)
+    test_clipped_sums(3, [5, 70], torch.float32, "per layer", checked)
+    test_clipped_sums(3, [5], torch.float16, "momentum", checked)
+    test_lookup_squares(2, 70, 33, checked)
 
 
 def failure(programs, tmp_path, build, op):
@@ -150,26 +223,20 @@ def test_the_emulation_notices_what_is_wrong(programs, tmp_path):
     """Kernels broken on purpose: a race, a write beyond the end, a barrier that not all reach, unwritten memory."""
     assert "data race" in failure(programs, tmp_path, "thread", "race")
     assert "heap-buffer-overflow" in failure(programs, tmp_path, "address", "beyond")
-    for build in BUILDS:
-        assert "emulation: block (0, 0)" in failure(programs, tmp_path, build, "divergent")
-        (out,) = run(programs / build, tmp_path, "unwritten", [np.zeros(64, dtype=np.float32)])
+    for name in BUILDS:
+        assert "emulation: block (0, 0)" in failure(programs, tmp_path, name, "divergent")
+        (out,) = run(programs / name, tmp_path, "unwritten", [np.zeros(64, dtype=np.float32)])
         assert tensor(out, np.float32).isnan().all()
 
 
 @pytest.mark.parametrize("gpu", ["sm_80", "sm_90", "sm_100"])
-def test_nvcc_compiles_without_warnings_and_without_spills(gpu, tmp_path):
-    nvcc = shutil.which("nvcc")
-    if nvcc is None:
+def test_nvcc_compiles_and_links_the_module(gpu, tmp_path):
+    """Without warnings, without spills, and with room for three blocks of 256 threads at once."""
+    if shutil.which("nvcc") is None:
         pytest.skip("nvcc is not on this machine")
-    flags = ["-std=c++17", "-O3", f"-arch={gpu}", "-Werror", "all-warnings", "-Xptxas", "-v"]
-    done = subprocess.run(
-        [nvcc, *flags, "-c", str(CSRC / "cuda" / "kernels.cu"), "-o", str(tmp_path / "kernels.o")],
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    report = done.stdout + done.stderr
+    report = build(tmp_path / "_cuda.so", [gpu])
     kernels = re.findall(r"Compiling entry function '(\w+)'", report)
-    assert len(kernels) == len(set(kernels)) == 8
-    assert re.findall(r"(\d+) bytes spill", report) == ["0"] * 16
-    assert all(int(n) <= 64 for n in re.findall(r"Used (\d+) registers", report))  # a block's 256 threads, four times
+    assert len(kernels) == len(set(kernels)) == 22
+    assert re.findall(r"(\d+) bytes spill", report) == ["0"] * 2 * len(kernels)
+    assert all(int(n) <= 80 for n in re.findall(r"Used (\d+) registers", report))
+    assert (tmp_path / "_cuda.so").stat().st_size > 0

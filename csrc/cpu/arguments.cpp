@@ -5,42 +5,11 @@
 
 namespace dpk {
 
-namespace {
-
-Tensor with_contiguous_samples(const Tensor& t) {
-  const auto sizes = t.sizes(), strides = t.strides();
-  int64_t expected = 1;
-  for (size_t d = sizes.size() - 1; d > 0; --d) {
-    if (sizes[d] != 1 && strides[d] != expected) return torch::stable::contiguous(t);
-    expected *= sizes[d];
-  }
-  return t;
-}
-
-}  // namespace
-
-Noise noise_of(const std::optional<Tensor>& stream, const std::optional<Tensor>& std) {
-  Noise noise;
-  if (!stream || !std) return noise;
-  const auto* s = stream->const_data_ptr<int64_t>();
-  noise.on = true;
-  noise.std = *std->const_data_ptr<double>();
-  noise.secure = stream->numel() == 5;
-  if (noise.secure) {
-    noise.secure_stream = secure_stream(s, s[4]);
-  } else {
-    noise.stream = {static_cast<uint64_t>(s[0]), static_cast<uint64_t>(s[1])};
-  }
-  return noise;
-}
-
 SampleRows sample_rows(const Tensor& t, Tensors& keep) {
   const Tensor& own = keep.emplace_back(with_contiguous_samples(t));
-  const auto sizes = own.sizes();
-  int64_t length = 1;
-  for (size_t d = 1; d < sizes.size(); ++d) length *= sizes[d];
   const Element element = element_of(own);
-  return {static_cast<const char*>(own.const_data_ptr()), own.stride(0) * element_bytes(element), length, element};
+  const int64_t stride = own.stride(0) * element_bytes(element);
+  return {static_cast<const char*>(own.const_data_ptr()), stride, sample_length(own), element};
 }
 
 // torch::stable::new_empty looks its operator up by name; over hundreds of tensors that shows.
@@ -97,12 +66,8 @@ Sums clipped_sum(Form form, const Tensors& now, const Tensors& before, const Ten
                  const std::optional<Tensor>& std) {
   const double* bound = max_norms.const_data_ptr<double>();
   const Rule rule = [=](int group, int64_t tiles, const double* products, double* coefficient) {
-    const double norm = std::sqrt(safe_norm2(products[0], tiles)), max_norm = bound[group];
-    if (stability) {
-      coefficient[0] = max_norm / (norm + *stability);
-    } else {
-      coefficient[0] = norm > max_norm ? max_norm / norm : 1.0;
-    }
+    coefficient[0] = clip_coefficient(products[0], {tile_elements, tiles}, bound[group], stability.has_value(),
+                                      stability.value_or(0.0));
   };
   return sum_tensors(form, now, before, static_cast<int>(max_norms.numel()), rule, stream, std);
 }

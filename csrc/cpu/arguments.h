@@ -1,43 +1,11 @@
 // From dispatcher arguments to what the kernels take. Shapes and types were checked in Python (dpkernels/ops.py).
 #pragma once
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-
-#include <optional>
 #include <tuple>
-#include <vector>
 
+#include "../tensors.h"
 #include "blocked_sum.h"
 
 namespace dpk {
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-using Tensors = std::vector<Tensor>;
-
-inline Element element_of(const Tensor& t) {
-  switch (t.scalar_type()) {
-    case ScalarType::Float:
-      return Element::f32;
-    case ScalarType::Double:
-      return Element::f64;
-    case ScalarType::BFloat16:
-      return Element::bf16;
-    case ScalarType::Half:
-      return Element::f16;
-    default:
-      STD_TORCH_CHECK(false, "dpkernels: tensors must be float32, float64, bfloat16 or float16");
-  }
-}
-
-// Sums and messages are float64 for float64 input and float32 for the rest.
-inline ScalarType wide_type(const Tensor& t) {
-  return t.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
-}
-
-// The noise of a stream (key, release), or of a secure one: four words of key, and the release.
-Noise noise_of(const std::optional<Tensor>& stream, const std::optional<Tensor>& std);
 
 // A new contiguous tensor of float64 or float32, not filled.
 Tensor empty(const int64_t* sizes, int64_t dimensions, ScalarType type);

@@ -299,13 +299,4 @@ void blocked_sum(const SumProblem& problem) { BlockedSum(problem).run(); }
 
 int64_t tiles_of(int64_t length) { return (length + tile_elements - 1) / tile_elements; }
 
-double relative_margin(int64_t tiles) {
-  // chain of additions: within a tile, over tiles, over lanes and products; twice over, to be safe
-  return static_cast<double>(tile_elements + tiles + 64) * 0x1p-52;
-}
-
-double safe_norm2(double norm2, int64_t tiles) {
-  return norm2 * (1.0 + relative_margin(tiles)) + static_cast<double>(tiles * tile_elements) * 0x1p-1022;
-}
-
 }  // namespace dpk

@@ -22,6 +22,7 @@
 #include <functional>
 #include <vector>
 
+#include "../common/clip_rules.h"
 #include "normals.h"
 #include "rows.h"
 
@@ -52,10 +53,5 @@ void blocked_sum(const SumProblem& problem);
 
 // Tiles that a column of this length is cut into.
 int64_t tiles_of(int64_t length);
-
-// norm^2 enlarged by more than its accumulation and underflow error over `tiles` tiles, so that a coefficient made
-// from it keeps the bound in real arithmetic. May round up to infinity.
-double safe_norm2(double norm2, int64_t tiles);
-double relative_margin(int64_t tiles);
 
 }  // namespace dpk

@@ -10,18 +10,10 @@
 #pragma once
 #include <cstdint>
 
-#include "../common/philox.h"
+#include "../common/noise.h"
 #include "secure_normals.h"
 
 namespace dpk {
-
-struct Noise {
-  bool on = false;
-  Stream stream{};
-  double std = 0.0;
-  bool secure = false;
-  SecureStream secure_stream{};  // instead of `stream`
-};
 
 struct RandomKernels {
   void (*normals)(float* out, int64_t groups, uint64_t first_group, Stream stream);

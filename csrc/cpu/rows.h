@@ -14,7 +14,7 @@
 // (n / vector width) * 2^-53. The sum takes samples one after the other, so it does not depend on how
 // they are blocked. Limit: one read of each row from memory for gram, one from cache for accumulate.
 #pragma once
-#include <cstdint>
+#include "../common/element.h"
 
 namespace dpk {
 
@@ -23,10 +23,6 @@ constexpr int form_count = 4;
 constexpr int max_products = 5;
 constexpr int products_of(Form form) { return form == Form::momentum ? max_products : 1; }
 constexpr bool has_before(Form form) { return form == Form::difference || form == Form::momentum; }
-
-enum class Element : int { f32, f64, bf16, f16 };
-constexpr int element_count = 4;
-constexpr int64_t element_bytes(Element e) { return e == Element::f64 ? 8 : e == Element::f32 ? 4 : 2; }
 
 constexpr int64_t tile_elements = 2048;  // columns go to the kernels in tiles of this size
 

@@ -5,6 +5,7 @@
 #if defined(__CUDACC__)
 #include <cuda_runtime.h>
 #define DPK_KERNEL __global__ void
+#define DPK_KERNEL_OF(threads, blocks) __global__ void __launch_bounds__(threads, blocks)  // blocks at once
 #define DPK_DEVICE __device__ __forceinline__
 #define DPK_SHARED __shared__
 #define DPK_DYNAMIC_SHARED(T, name)                                   \
@@ -12,15 +13,20 @@
   T* name = reinterpret_cast<T*>(dpk_dynamic_shared)
 #define DPK_LAUNCH(kernel, grid, threads, shared, stream, ...) kernel<<<grid, threads, shared, stream>>>(__VA_ARGS__)
 #define DPK_STREAM cudaStream_t
+#define DPK_UNROLL_4 _Pragma("unroll 4")
+#define DPK_UNROLL_1 _Pragma("unroll 1")
 #else
 #include "emulation/emulation.h"
 #define DPK_KERNEL inline void
+#define DPK_KERNEL_OF(threads, blocks) inline void
 #define DPK_DEVICE inline
 #define DPK_SHARED static
 #define DPK_DYNAMIC_SHARED(T, name) T* name = reinterpret_cast<T*>(dpk::emulation::block.shared.data())
 #define DPK_LAUNCH(kernel, grid, threads, shared, stream, ...) \
   ((void)(stream), dpk::emulation::launch(grid, threads, shared, [&] { kernel(__VA_ARGS__); }))
 #define DPK_STREAM int
+#define DPK_UNROLL_4
+#define DPK_UNROLL_1
 #endif
 
 namespace dpk::cuda {

@@ -1,12 +1,9 @@
-// Noise added to stretches of a release, on a GPU.
+// The noise of a release, on a GPU: standard normals of its elements, and how they are added.
 //
-//   out[i] = (x[i] + std * z of element first + i) * scale        over a table of pieces, one launch for all of them
-//
-// x in float32 or float64; arithmetic in float64, rounded once. z is that of csrc/common (philox.h, normal.h), or for
-// secure noise of chacha20.h and normal64.h, on its lattice: the same on every device, to the rounding of fused
-// multiply-adds. A thread draws one block of the generator, which serves 4 elements of a group of 64 (of a secure
-// release, 8): 16 (8) neighbouring threads write runs of 16 (8) elements. Tiling: a block of 256 threads takes 16 (32)
-// groups. Limiter: for Philox, reading and writing x on A100 and later; for ChaCha20, integer arithmetic.
+// z is that of csrc/common (philox.h, normal.h), or for secure noise of chacha20.h and normal64.h, on its lattice: the
+// same on every device, to the rounding of fused multiply-adds. A thread draws one block of the generator, which serves
+// 4 elements of a group of 64 (of a secure release, 8): 16 (8) neighbouring threads have runs of 16 (8) elements.
+// Adding is in float64. Limiter: integer arithmetic, about 55 operations an element for Philox, 200 for ChaCha20.
 #pragma once
 #include <cmath>
 #include <cstring>
@@ -85,74 +82,37 @@ DPK_DEVICE double on_lattice(double x, double noise, double step) {
   return static_cast<double>(static_cast<int64_t>(::rint(steps)) + static_cast<int64_t>(::rint(noise / step))) * step;
 }
 
-// Elements first .. first + length of a release, in memory.
-struct Piece {
-  void* data;
-  int64_t first, length;
-  bool wide;  // float64
+// The three kinds of noise a sum may end in. A thread draws `elements` of them at once, `apart` from one another, those
+// of block number `block`.
+struct NoNoise {
+  static constexpr int elements = 4, apart = 16;
+  DPK_DEVICE void draw(uint64_t, double (&z)[elements]) const {
+    for (double& each : z) each = 0.0;
+  }
+  DPK_DEVICE double add(double x, double) const { return x; }
 };
 
-constexpr int noise_threads = 256;
-
-template <class Add>
-DPK_DEVICE void add_to(const Piece* pieces, int count, int64_t element, int64_t total, const Piece*& piece,
-                       const Add& add) {
-  if (element >= total) return;
-  if (element < piece->first || element >= piece->first + piece->length)
-    piece = pieces + entry_of(pieces, count, element);
-  const int64_t i = element - piece->first;
-  if (piece->wide) {
-    auto* x = static_cast<double*>(piece->data) + i;
-    *x = add(*x);
-  } else {
-    auto* x = static_cast<float*>(piece->data) + i;
-    *x = static_cast<float>(add(static_cast<double>(*x)));
+struct PhiloxNoise {
+  static constexpr int elements = 4, apart = static_cast<int>(group_blocks);
+  Stream stream;
+  double std;
+  DPK_DEVICE void draw(uint64_t block, double (&z)[elements]) const {
+    float drawn[elements];
+    philox_normals(stream, block, drawn);
+    for (int w = 0; w < elements; ++w) z[w] = static_cast<double>(drawn[w]);
   }
-}
+  DPK_DEVICE double add(double x, double z) const { return x + std * z; }
+};
 
-DPK_KERNEL add_philox_noise(const Piece* pieces, int count, int64_t total, Stream stream, double std, double scale) {
-  const int64_t block = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  const int64_t first = block / group_blocks * group_elements + block % group_blocks;
-  if (first >= total) return;
-  float z[4];
-  philox_normals(stream, static_cast<uint64_t>(block), z);
-  const Piece* piece = pieces + entry_of(pieces, count, first);
-  for (int w = 0; w < 4; ++w) {
-    const double noise = std * static_cast<double>(z[w]);
-    add_to(pieces, count, first + w * group_blocks, total, piece, [&](double x) { return (x + noise) * scale; });
-  }
-}
+struct ChaChaNoise {
+  static constexpr int elements = 8, apart = static_cast<int>(secure_group_blocks);
+  SecureStream stream;
+  double std, step;
+  DPK_DEVICE void draw(uint64_t block, double (&z)[elements]) const { chacha20_normals(stream, block, z); }
+  DPK_DEVICE double add(double x, double z) const { return on_lattice(x, std * z, step); }
+};
 
-DPK_KERNEL add_chacha20_noise(const Piece* pieces, int count, int64_t total, SecureStream stream, double std,
-                              double step, double scale) {
-  const int64_t block = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  const int64_t first = block / secure_group_blocks * group_elements + block % secure_group_blocks;
-  if (first >= total) return;
-  double z[8];
-  chacha20_normals(stream, static_cast<uint64_t>(block), z);
-  const Piece* piece = pieces + entry_of(pieces, count, first);
-  for (int w = 0; w < 8; ++w) {
-    const double noise = std * z[w];
-    add_to(pieces, count, first + w * secure_group_blocks, total, piece,
-           [&](double x) { return on_lattice(x, noise, step) * scale; });
-  }
-}
-
-// `pieces` in the device's memory; total is the number of elements.
-inline void launch_noise(const Piece* pieces, int count, int64_t total, Stream stream, double std, double scale,
-                         DPK_STREAM queue) {
-  const int64_t blocks = (total + group_elements - 1) / group_elements * group_blocks;
-  const auto grid = static_cast<unsigned>((blocks + noise_threads - 1) / noise_threads);
-  if (grid > 0) DPK_LAUNCH(add_philox_noise, grid, noise_threads, 0, queue, pieces, count, total, stream, std, scale);
-}
-
-inline void launch_secure_noise(const Piece* pieces, int count, int64_t total, const SecureStream& stream, double std,
-                                double step, double scale, DPK_STREAM queue) {
-  const int64_t blocks = (total + group_elements - 1) / group_elements * secure_group_blocks;
-  const auto grid = static_cast<unsigned>((blocks + noise_threads - 1) / noise_threads);
-  if (grid > 0) {
-    DPK_LAUNCH(add_chacha20_noise, grid, noise_threads, 0, queue, pieces, count, total, stream, std, step, scale);
-  }
-}
+// The step of the lattice for noise of this size: 2^(floor(log2 std) - 30).
+inline double lattice_step(double std) { return std::ldexp(1.0, std::ilogb(std) - 30); }
 
 }  // namespace dpk::cuda

@@ -42,7 +42,7 @@ enum class State { ready, at_block_barrier, at_warp_meeting, done };
 
 struct Fiber {
   ucontext_t context{};
-  std::vector<char> stack = std::vector<char>(stack_bytes);
+  std::unique_ptr<char[]> stack{new char[stack_bytes]};  // not filled: that would touch all of it
   State state = State::ready;
   dim3 place;
   unsigned mask = 0;                // of the meeting it waits at
@@ -112,7 +112,7 @@ DPK_UNSEEN inline void fiber_main() {
 DPK_UNSEEN inline void go_on(Fiber& fiber) {
   block.running = &fiber;
 #if defined(__SANITIZE_ADDRESS__)
-  __sanitizer_start_switch_fiber(&block.scheduler_fake, fiber.stack.data(), fiber.stack.size());
+  __sanitizer_start_switch_fiber(&block.scheduler_fake, fiber.stack.get(), stack_bytes);
 #endif
 #if defined(__SANITIZE_THREAD__)
   __tsan_switch_to_fiber(fiber.thread, 1);
@@ -182,8 +182,8 @@ DPK_UNSEEN inline void run_block(const std::function<void()>& body, size_t share
     auto fiber = std::make_unique<Fiber>();
     fiber->place = dim3(t % blockDim.x, t / blockDim.x % blockDim.y, t / (blockDim.x * blockDim.y));
     getcontext(&fiber->context);
-    fiber->context.uc_stack.ss_sp = fiber->stack.data();
-    fiber->context.uc_stack.ss_size = fiber->stack.size();
+    fiber->context.uc_stack.ss_sp = fiber->stack.get();
+    fiber->context.uc_stack.ss_size = stack_bytes;
     makecontext(&fiber->context, fiber_main, 0);
 #if defined(__SANITIZE_THREAD__)
     fiber->thread = __tsan_create_fiber(0);

@@ -5,7 +5,7 @@
 #include <map>
 #include <string>
 
-#include "../noise.h"
+#include "../lookup.h"
 #include "../sparsify.h"
 #include "../sums.h"
 
@@ -40,26 +40,43 @@ Arrays read(const char* path) {
 
 Array zeros(int64_t bytes) { return {std::vector<char>(static_cast<size_t>(bytes))}; }
 
-// Tensors (float32, or float64 where `wide`) with the noise of stream and std, scaled.
-Arrays noise(Arrays in) {
-  auto *stream = in[0].as<int64_t>(), *wide = in[2].as<int64_t>();
-  const double std = in[1].as<double>()[0], scale = in[1].as<double>()[1];
-  std::vector<Piece> pieces;
-  int64_t total = 0;
-  for (size_t i = 3; i < in.size(); ++i) {
-    const int64_t length = wide[i - 3] ? in[i].count<double>() : in[i].count<float>();
-    pieces.push_back({in[i].bytes.data(), total, length, wide[i - 3] != 0});
-    total += length;
-  }
-  const int count = static_cast<int>(pieces.size());
-  if (in[0].count<int64_t>() == 2) {
-    const Stream plain{static_cast<uint64_t>(stream[0]), static_cast<uint64_t>(stream[1])};
-    launch_noise(pieces.data(), count, total, plain, std, scale, 0);
+template <Form form>
+void add_sums(const Tables& tables, const Weights& weights, Array& stream, double std, double scale) {
+  const auto with = [&](const auto& noise) {
+    launch_sums<form>(tables.targets.data(), static_cast<int>(tables.targets.size()), tables.total,
+                      tables.sources.data(), weights, noise, scale, 0);
+  };
+  auto* words = stream.as<int64_t>();
+  if (stream.count<int64_t>() == 0) {
+    with(NoNoise{});
+  } else if (stream.count<int64_t>() == 2) {
+    with(PhiloxNoise{{static_cast<uint64_t>(words[0]), static_cast<uint64_t>(words[1])}, std});
   } else {
-    const double step = std::ldexp(1.0, std::ilogb(std) - 30);
-    launch_secure_noise(pieces.data(), count, total, secure_stream(stream, stream[4]), std, step, scale, 0);
+    with(ChaChaNoise{secure_stream(words, words[4]), std, lattice_step(std)});
   }
-  return {in.begin() + 3, in.end()};
+}
+
+// weighted_sum_: sizes (samples, groups, targets; of each target whether wide, filled, and its number of sources; of
+// each source its type), numbers (std, scale), stream, weights, sums, rows. Without samples, noise alone.
+Arrays weighted(Arrays in) {
+  const auto* sizes = in[0].as<int64_t>();
+  const int64_t samples = sizes[0], count = sizes[2];
+  const int64_t *of_target = sizes + 3, *of_source = of_target + 3 * count;
+  Tables tables;
+  Arrays out(in.begin() + 4, in.begin() + 4 + count);
+  size_t next = 4 + static_cast<size_t>(count);
+  for (int64_t i = 0; i < count; ++i, of_target += 3) {
+    Array& sum = out[static_cast<size_t>(i)];
+    const int64_t length = of_target[0] ? sum.count<double>() : sum.count<float>();
+    tables.add_target(sum.bytes.data(), length, of_target[0] != 0, of_target[1] != 0);
+    for (int64_t j = 0; j < of_target[2]; ++j) {
+      tables.add_source({in[next++].bytes.data(), nullptr, length, 0, length, static_cast<Element>(*of_source++)});
+    }
+  }
+  const double* numbers = in[1].as<double>();
+  add_sums<Form::single>(tables, {in[3].as<double>(), samples, static_cast<int>(sizes[1]), -1.0}, in[2], numbers[0],
+                         numbers[1]);
+  return out;
 }
 
 // indices and values of a float32 vector.
@@ -73,32 +90,51 @@ Arrays sparsify(Arrays in) {
   return {indices, values};
 }
 
-// Partial squares [B, chunks], and weighted sums of all columns.
-// sizes: B, groups; then for each column its length, kind and whether before has no samples; doubles: limit, weights.
-Arrays sums(Arrays in) {
-  auto* sizes = in[0].as<int64_t>();
-  const int64_t samples = sizes[0], groups = sizes[1], count = (in[0].count<int64_t>() - 2) / 3;
-  const bool difference = static_cast<int64_t>(in.size()) > 2 + count;
-  std::vector<Rows> columns;
-  std::vector<Chunk> chunks;
-  int64_t total = 0;
-  for (int64_t c = 0; c < count; ++c) {
-    const int64_t* column = sizes + 2 + 3 * c;
-    const size_t at = static_cast<size_t>(2 + c);
-    const void* before = difference ? in[at + static_cast<size_t>(count)].bytes.data() : nullptr;
-    columns.push_back({in[at].bytes.data(), before, column[0], column[2] ? 0 : column[0], column[0], total,
-                       static_cast<Kind>(column[1])});
-    for (int64_t start = 0; start < column[0]; start += chunk_length) {
-      chunks.push_back({static_cast<int>(c), start, std::min(chunk_length, column[0] - start)});
-    }
-    total += column[0];
+// The clipped sums of lists of tensors: sizes (samples, groups, rule; of each tensor its length, type, and whether all
+// samples have one `before`), numbers (stability, three bounds of momentum, limit, std, max_norms), stream, now,
+// before. norms, coefficients, sums.
+template <Form form>
+Arrays clipped(Arrays in) {
+  const auto* sizes = in[0].as<int64_t>();
+  const int64_t samples = sizes[0], groups = sizes[1], count = in[0].count<int64_t>() / 3 - 1;
+  const bool with_before = static_cast<int64_t>(in.size()) == 3 + 2 * count;
+  Tables tables;
+  Arrays out = {zeros(samples * 8), zeros(samples * groups * coefficient_count<form> * 8)};
+  for (int64_t i = 0; i < count; ++i) {
+    const bool wide = sizes[4 + 3 * i] == static_cast<int64_t>(Element::f64);
+    out.push_back(zeros(sizes[3 + 3 * i] * (wide ? 8 : 4)));
   }
-  Array partial = zeros(samples * static_cast<int64_t>(chunks.size()) * 8), out = zeros(total * 8);
-  launch_squares(columns.data(), chunks.data(), static_cast<int64_t>(chunks.size()), samples, partial.as<double>(), 0);
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t *column = sizes + 3 + 3 * i, length = column[0];
+    const auto element = static_cast<Element>(column[1]);
+    const size_t at = static_cast<size_t>(3 + i);
+    const void* before = with_before ? in[at + static_cast<size_t>(count)].bytes.data() : nullptr;
+    tables.add_target(out[static_cast<size_t>(2 + i)].bytes.data(), length, element == Element::f64, false);
+    tables.add_source({in[at].bytes.data(), before, length, column[2] ? 0 : length, length, element});
+  }
   const double* numbers = in[1].as<double>();
-  launch_sums(columns.data(), static_cast<int>(count), total, samples, numbers + 1, static_cast<int>(groups),
-              numbers[0], out.as<double>(), 0);
-  return {partial, out};
+  const RuleNumbers rule{static_cast<Rule>(sizes[2]), numbers[0], {numbers[1], numbers[2], numbers[3]}};
+  const auto chunk_count = static_cast<int64_t>(tables.chunks.size());
+  Array partial = zeros(samples * chunk_count * product_count<form> * 8);
+  launch_products<form>(tables.sources.data(), tables.chunks.data(), chunk_count, samples, partial.as<double>(), 0);
+  const auto ends = tables.ends(static_cast<int>(groups));
+  launch_coefficients<form>(partial.as<double>(), ends.data(), static_cast<int>(groups), samples, rule, numbers + 6,
+                            out[1].as<double>(), out[0].as<double>(), 0);
+  const Weights weights{out[1].as<double>(), samples, static_cast<int>(groups), numbers[4]};
+  add_sums<form>(tables, weights, in[2], numbers[5], 1.0);
+  return out;
+}
+
+// Squares of rows that are lines added up by id: sizes (samples, lines, width), ids, lines in float32.
+Arrays lookup(Arrays in) {
+  const auto* sizes = in[0].as<int64_t>();
+  const int64_t samples = sizes[0], length = sizes[1], blocks = lookup_blocks(length);
+  Array next = zeros(samples * length * 8), partial = zeros(samples * blocks * 8), out = zeros(samples * 8);
+  launch_lookup(in[1].as<int64_t>(), in[2].as<float>(), samples, length, sizes[2], next.as<int64_t>(),
+                partial.as<double>(), 0);
+  launch_coefficients<Form::single>(partial.as<double>(), &blocks, 1, samples, {Rule::squares, 0.0, {}}, nullptr,
+                                    out.as<double>(), nullptr, 0);
+  return {out};
 }
 
 // Kernels that are wrong on purpose: the emulation and its sanitizers must notice.
@@ -125,9 +161,11 @@ Arrays broken(Arrays in) {
 }
 
 const std::map<std::string, Arrays (*)(Arrays)> ops = {
-    {"noise", noise},
+    {"weighted", weighted},
     {"sparsify", sparsify},
-    {"sums", sums},
+    {"clipped", clipped<Form::single>},
+    {"momentum", clipped<Form::momentum>},
+    {"lookup", lookup},
     {"race", broken<race>},
     {"beyond", broken<beyond>},
     {"divergent", broken<divergent>},
