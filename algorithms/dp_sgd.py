@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import dpkernels as dpk
-from dpkernels.members import members_of
+from dpkernels.written import Written
 
 from .private_training import PrivateTraining
 
@@ -62,8 +62,7 @@ class DPSGD(PrivateTraining):
         secure: bool = False,
         budget: tuple[float, float] | None = None,
     ) -> None:
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise ValueError(f"optimizer: got a {type(optimizer).__name__}, must be a torch.optim.Optimizer")
+        self._written = Written(model, optimizer)
         super().__init__(
             model,
             loss_fn,
@@ -80,27 +79,11 @@ class DPSGD(PrivateTraining):
             budget=budget,
         )
         self.optimizer = optimizer
-        self._written: dict[str, tuple[Tensor, int]] = {}  # gradients of ours, and their versions
-        self._refuse_other_gradients()
 
     def step(self, inputs: Any, targets: Any) -> None:
         """One step on a batch, of whatever size the sampling gave it; an empty one is a step of noise alone."""
-        parameters = {name: p for name, p in self._refuse_other_gradients().items() if p.requires_grad}
-
-        def own() -> dict[str, Tensor]:
-            """Gradients of ours, which are written again; nobody sees them before the noise is in."""
-            found = {}
-            for name, p in parameters.items():
-                if p.grad is not None and p.grad is self._written.get(name, (None, 0))[0]:
-                    found[name] = p.grad
-                p.grad = None
-            return found
-
-        private = self._release(self._gradients, inputs, targets, own)
-        for name, p in parameters.items():
-            p.grad = private[name].to(p.dtype)
-            torch.autograd.graph.increment_version(p.grad)
-            self._written[name] = (p.grad, p.grad._version)
+        self._written.check()
+        self._written.write(self._release(self._gradients, inputs, targets, self._written.take))
         self.optimizer.step()
 
     def _gradients(self, inputs: Any, targets: Any) -> dpk.PerSample:
@@ -114,22 +97,3 @@ class DPSGD(PrivateTraining):
         """As of every algorithm; the optimizer's state too."""
         super().load_state_dict(state)
         self.optimizer.load_state_dict(state["optimizer"])
-
-    def _refuse_other_gradients(self) -> dict[str, nn.Parameter]:
-        """Refuse what the optimizer would step without noise: other parameters, and gradients not written here."""
-        parameters = members_of(self.model).parameters
-        names = {id(p): name for name, p in parameters.items()}
-        for p in (p for group in self.optimizer.param_groups for p in group["params"]):
-            if id(p) not in names:
-                raise ValueError(
-                    f"optimizer: has a parameter of shape {tuple(p.shape)} that is not of the model, must have those "
-                    "of the model only: others would be stepped without noise. Make them part of it"
-                )
-        for name, p in parameters.items():
-            ours, version = self._written.get(name, (None, 0))
-            if p.grad is not None and (p.grad is not ours or p.grad._version != version) and bool(p.grad.any()):
-                raise ValueError(
-                    f"parameter {name}: has a .grad that is not private, from a backward outside of this step; "
-                    "must be None: call optimizer.zero_grad() first"
-                )
-        return parameters

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpkernels import checks
+from dpkernels import checks, places
 from dpkernels.gradients import batch_of
 from dpkernels.nested import flat_tensors, map_tensors, nested_like
 
@@ -47,12 +47,9 @@ def micro_batches(
         def part(t: Tensor, first: int = first) -> Tensor:
             if not t.dim():
                 return t
-            own = t[first : first + size] if batch > size else t
-            if not filled:
-                return own
-            whole = torch.zeros((size, *t.shape[1:]), dtype=t.dtype, device=t.device)
-            whole[: len(own)] = own
-            return whole
+            if filled:
+                return places.filled(t, first, size)
+            return t[first : first + size] if batch > size else t
 
         where = torch.arange(size) < count if filled and count < size else None
         yield map_tensors(part, inputs), map_tensors(part, targets), where

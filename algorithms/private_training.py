@@ -82,7 +82,9 @@ class PrivateTraining:
         rate, count = arguments.get("sampling_rate", 1.0), checks.whole("steps", steps, low=1)
         event = lambda z: dpk.accounting.poisson_gaussian(z, rate, count)  # noqa: E731
         multiplier = dpk.accounting.calibrate(event, epsilon, delta)
-        return cls(model, loss_fn, noise_multiplier=multiplier, budget=(epsilon, delta), **arguments)
+        made = cls(model, loss_fn, noise_multiplier=multiplier, budget=(epsilon, delta), **arguments)
+        made.ledger.allow(event(multiplier))
+        return made
 
     def epsilon(self, delta: float) -> float:
         """The epsilon at `delta` of all steps so far."""

@@ -20,6 +20,14 @@ from dpkernels.nested import flat_tensors, map_tensors
 from dpkernels.per_sample import PerSample
 
 
+def filled(t: Tensor, first: int, size: int) -> Tensor:
+    """`size` samples from `first` on in memory of their own, zeros where there are no more."""
+    own = t[first : first + size]
+    whole = torch.zeros((size, *t.shape[1:]), dtype=t.dtype, device=t.device)
+    whole[: len(own)] = own
+    return whole
+
+
 class Places:
     """The check of a training run: once, at its first batch, and only where noise is secure."""
 

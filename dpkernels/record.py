@@ -8,8 +8,8 @@ that touch a parameter to the rules. See `dpkernels.tape`.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from dpkernels.assemble import assemble
 from dpkernels.each import Each
 from dpkernels.lines import propagate, writes
-from dpkernels.members import Members, members_of, own_attributes
+from dpkernels.members import Members, members_of
 from dpkernels.nested import flat_tensors, map_tensors
 from dpkernels.per_sample import PerSample
 from dpkernels.rules import RULES
@@ -28,10 +28,12 @@ from dpkernels.rules.derived import each_of_derived
 from dpkernels.rules.fallback import fallback
 from dpkernels.rules.norm import refuse_mixing
 from dpkernels.rules.registry import apart
+from dpkernels.swapping import Held, gradients_aside, running
 from dpkernels.tape import LOST, Plan, RecordingError, Tape, Tracked
 from dpkernels.taps import no_autocast
 
 LossFunction = Callable[[Any, Any], Tensor]
+Result = TypeVar("Result")
 
 
 class _Recorder(TorchFunctionMode):
@@ -186,75 +188,103 @@ def _value(t: Tensor) -> Tensor:
 
 _READING = {"item", "tolist", "numpy", "equal", "allclose", "is_nonzero", "__contains__", "__array__"}
 _READING |= {"__float__", "__int__", "__bool__", "__index__", "__complex__"}
-_Held = tuple[dict[str, Any], str, Any]  # a module's dict, a name in it, and what stood there
-
-
-@contextlib.contextmanager
-def swapped(members: Members, replacements: Mapping[int, Tensor], undone: bool = False) -> Iterator[list[_Held]]:
-    """Parameters and buffers (by id) replaced wherever the modules hold them.
-
-    `undone`: other tensors that the modules hold as attributes are afterwards what they were before.
-    """
-    undo: list[_Held] = []
-    flat: list[tuple[Any, list[Any]]] = []
-    modules = members.modules.values()
-    loose = [(m, {k: v for k, v in own_attributes(m) if isinstance(v, Tensor)}) for m in modules]
-    try:
-        for module in modules:
-            held: dict[str, Any]
-            for held in (module._parameters, module._buffers):
-                for name, tensor in held.items():
-                    if id(tensor) in replacements:
-                        undo.append((held, name, tensor))
-            if isinstance(module, nn.RNNBase):  # keeps a list of its own, which would go stale
-                flat.append((module, module._flat_weights))
-        for held, name, tensor in undo:
-            held[name] = replacements[id(tensor)]
-        for module, weights in flat:
-            module.__dict__["_flat_weights"] = [replacements.get(id(w), w) for w in weights]
-        yield undo
-    finally:
-        for held, name, tensor in undo:
-            held[name] = tensor
-        for module, weights in flat:
-            module.__dict__["_flat_weights"] = weights
-        for module, tensors in loose:  # weight_norm by hooks leaves the weight it made on the module
-            now = [k for k, v in own_attributes(module) if isinstance(v, Tensor) and (undone or type(v) is Tracked)]
-            for name in now:
-                vars(module).pop(name)
-                vars(module).update({name: tensors[name]} if name in tensors else {})
-
-
-@contextlib.contextmanager
-def running(members: Members, replacements: Mapping[int, Tensor], undone: bool = False) -> Iterator[list[_Held]]:
-    """What a forward and backward with replaced parameters run under; compiled models run as they were written."""
-    with contextlib.ExitStack() as stack:
-        modules = members.modules.values()
-        if any(type(m).__name__ == "OptimizedModule" or m._compiled_call_impl is not None for m in modules):
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.enable_grad())
-        yield stack.enter_context(swapped(members, replacements, undone))
-
-
-@contextlib.contextmanager
-def gradients_aside(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """No parameter has a gradient; afterwards each has what it had."""
-    kept = [(p, p.grad) for p in parameters]
-    try:
-        for p, _ in kept:
-            p.grad = None
-        yield
-    finally:
-        for p, grad in kept:
-            p.grad = grad
 
 
 def call(model: Callable[..., Any], inputs: Any) -> Any:
-    """The model on a tensor, a tuple (as arguments) or a dict (as keywords)."""
+    """The model on a tensor, a tuple (as arguments) or a dict (as keywords; under numbers, as arguments)."""
     if isinstance(inputs, Mapping):
-        return model(**inputs)
+        named = {key: value for key, value in inputs.items() if not isinstance(key, int)}
+        return model(*(value for key, value in inputs.items() if isinstance(key, int)), **named)
     return model(*inputs) if isinstance(inputs, list | tuple) else model(inputs)
+
+
+class Recording:
+    """A forward and a backward of a model, recorded: whoever calls it runs both, in one go or one after the other.
+
+    Linear layers may form and keep rows of up to `room` bytes. With `each` samples walk: parameters have a value of
+    their own for each sample (none yet if it is empty), and rows are for adding to it at once. Others are for the
+    self-check: stand-ins for parameters, buffers and random ops.
+    """
+
+    def __init__(
+        self,
+        members: Members,
+        batch: int,
+        *,
+        plan: Plan | None = None,
+        values: Mapping[str, Tensor] = {},
+        buffers: Mapping[int, Tensor] | None = None,
+        replaced: Mapping[Any, Callable[..., Any]] | None = None,
+        room: Callable[[], int] | int = 0,
+        each: Mapping[str, Each] | None = None,
+    ) -> None:
+        self.members, self.parameters = members, members.trainable
+        self.tape = tape = Tape(batch, _run, plan, room)
+        tape.replaced = replaced or {}
+        tape.walking = each is not None
+        self._each = each or {}
+        self._recorder = _Recorder(tape)
+        self._leaves = {n: values.get(n, p).detach().requires_grad_() for n, p in self.parameters.items()}
+        swaps: dict[int, Tensor] = {id(b): b for b in members.buffers.values()} | dict(buffers or {})
+        fixed = [*swaps.values(), *(p for p in members.parameters.values() if not p.requires_grad)]
+        tape.constants.update(id(t) for t in fixed if not t.requires_grad)
+        self._versions = {id(t): t._version for t in (*self._leaves.values(), *swaps.values())}
+        for name, p in self.parameters.items():
+            swaps[id(p)] = stand_in = Tracked(self._leaves[name], tape, name, (name,), is_param=True)
+            stand_in._each = self._each.get(name)
+        for name, t in (*self._leaves.items(), *members.parameters.items(), *members.buffers.items()):
+            if t.numel():
+                tape.guarded[t.untyped_storage().data_ptr()] = name
+        for name, own in self._each.items():
+            if own.memory is not None:
+                tape.guarded[own.memory] = name
+        tape.owned = set(tape.guarded)
+        self._swaps = swaps
+        self._held: list[Held] = []
+
+    def take_in(self, inputs: Any) -> Any:
+        """What the model is given, whose dim 0 is the sample: followed from here on."""
+        with torch.inference_mode(False):
+            inputs = map_tensors(lambda t: t.clone() if t.is_inference() else t, inputs)
+        for t in flat_tensors(inputs):
+            self.tape.mark(t, t.dim() > 0)
+            self.tape.owned.add(t.untyped_storage().data_ptr())
+        return inputs
+
+    def run(self, part: Callable[[], Result]) -> Result:
+        """A part of the recording: with parameters swapped, and watched."""
+        with (
+            gradients_aside(self.parameters.values()),
+            running(self.members, self._swaps, undone=bool(self.tape.replaced)) as self._held,
+        ):
+            self.tape.away = False
+            with self._recorder:
+                result = part()
+            self.tape.away = True
+            refuse_bypass(self.parameters)
+            return result
+
+    def refuse_changes(self) -> None:
+        """Refuse a forward that changed parameters or buffers."""
+        _refuse_changed(self._held, self._swaps, self._versions)
+
+    def backward(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+        """Within `run`: the terms of all rows."""
+        self.tape.in_backward = True
+        with no_autocast():  # gradients have the types that forward chose
+            backward(tuple(outputs), tuple(gradients))
+
+    def rows(self, inspect: Callable[[Tape], None] | None = None) -> PerSample:
+        """What was recorded."""
+        _refuse_leaks(self.tape)
+        if inspect is not None:
+            inspect(self.tape)
+        with no_autocast():
+            return assemble(self.tape, self._leaves, self._each)
+
+    def closing(self) -> contextlib.closing[Tape]:
+        """Lets go of all tensors in the end."""
+        return contextlib.closing(self.tape)
 
 
 def record(
@@ -276,52 +306,32 @@ def record(
 ) -> PerSample:
     """Run forward and backward once; the rows are gradients of weights_i * loss_i (weights are 1 unless given).
 
-    Linear layers may form and keep rows of up to `room` bytes. With `each` samples walk: parameters have a value of
-    their own for each sample (none yet if it is empty), and rows are for adding to it at once.
-
-    The rest is for the self-check: stand-ins for parameters, buffers and random ops, and a look at the tape.
+    Other arguments are those of `Recording`; `inspect` is for a look at the tape.
     """
-    members = members_of(model) if members is None else members
-    parameters = members.trainable
-    tape = Tape(batch, _run, plan, room)
-    tape.replaced = replaced or {}
-    tape.walking = each is not None
-    leaves = {name: values.get(name, p).detach().requires_grad_() for name, p in parameters.items()}
-    swaps: dict[int, Tensor] = {id(b): b for b in members.buffers.values()} | dict(buffers or {})
-    fixed = [*swaps.values(), *(p for p in members.parameters.values() if not p.requires_grad)]
-    tape.constants.update(id(t) for t in fixed if not t.requires_grad)
-    versions = {id(t): t._version for t in (*leaves.values(), *swaps.values())}
-    for name, p in parameters.items():
-        swaps[id(p)] = stand_in = Tracked(leaves[name], tape, name, (name,), is_param=True)
-        stand_in._each = (each or {}).get(name)
-    for name, t in (*leaves.items(), *members.parameters.items(), *members.buffers.items()):
-        if t.numel():
-            tape.guarded[t.untyped_storage().data_ptr()] = name
-    for name, own in (each or {}).items():
-        if own.memory is not None:
-            tape.guarded[own.memory] = name
-    with torch.inference_mode(False):
-        inputs, targets = (map_tensors(lambda t: t.clone() if t.is_inference() else t, x) for x in (inputs, targets))
-    for t in flat_tensors((inputs, targets)):
-        tape.mark(t, t.dim() > 0)
-    tape.owned = {*tape.guarded, *(t.untyped_storage().data_ptr() for t in flat_tensors((inputs, targets)))}
-    with gradients_aside(parameters.values()), contextlib.closing(tape):
-        with running(members, swaps, undone=bool(replaced)) as held, _Recorder(tape):
-            losses = loss_fn(call(model, inputs), targets)
-            _refuse_changed(held, swaps, versions)
-            check_losses(losses, batch)
-            if tape.mark_of(losses) is LOST or tape.lines_of(losses) is not None:
-                raise RecordingError("loss_fn: its losses are not in the order of the samples; put them back in order")
-            tape.in_backward = True
-            if losses.requires_grad:
-                with no_autocast():  # gradients have the types that forward chose
-                    backward(losses, torch.ones_like(losses) if weights is None else weights.to(losses))
-        refuse_bypass(parameters)
-        _refuse_leaks(tape)
-        if inspect is not None:
-            inspect(tape)
-        with no_autocast():
-            return assemble(tape, leaves, each or {})
+    recording = Recording(
+        members_of(model) if members is None else members,
+        batch,
+        plan=plan,
+        values=values,
+        buffers=buffers,
+        replaced=replaced,
+        room=room,
+        each=each,
+    )
+    inputs, targets = recording.take_in((inputs, targets))
+
+    def differentiate() -> None:
+        losses = loss_fn(call(model, inputs), targets)
+        recording.refuse_changes()
+        check_losses(losses, batch)
+        if recording.tape.mark_of(losses) is LOST or recording.tape.lines_of(losses) is not None:
+            raise RecordingError("loss_fn: its losses are not in the order of the samples; put them back in order")
+        if losses.requires_grad:
+            recording.backward((losses,), (torch.ones_like(losses) if weights is None else weights.to(losses),))
+
+    with recording.closing():
+        recording.run(differentiate)
+        return recording.rows(inspect)
 
 
 def check_losses(losses: Any, batch: int) -> None:
@@ -342,7 +352,7 @@ def check_losses(losses: Any, batch: int) -> None:
         )
 
 
-def _refuse_changed(held: list[_Held], swaps: Mapping[int, Tensor], versions: Mapping[int, int]) -> None:
+def _refuse_changed(held: list[Held], swaps: Mapping[int, Tensor], versions: Mapping[int, int]) -> None:
     for where, name, tensor in held:
         now = where.get(name)
         value = now._value if isinstance(now, Tracked) else now

@@ -32,17 +32,9 @@ from dpkernels.factors import at_least_float
 from dpkernels.members import Members, members_of
 from dpkernels.nested import flat_tensors, map_tensors
 from dpkernels.per_sample import PerSample
-from dpkernels.record import (
-    LossFunction,
-    backward,
-    call,
-    check_losses,
-    gradients_aside,
-    record,
-    refuse_bypass,
-    running,
-)
+from dpkernels.record import LossFunction, backward, call, check_losses, record, refuse_bypass
 from dpkernels.signatures import signature
+from dpkernels.swapping import gradients_aside, running
 from dpkernels.tape import Plan, RecordingError, Tape
 from dpkernels.taps import no_autocast
 from dpkernels.walk import Walk

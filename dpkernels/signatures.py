@@ -19,9 +19,9 @@ from dpkernels.nested import map_tensors
 def signature(members: Members, loss_fn: Any, inputs: Any, targets: Any) -> Any:
     """What is equal for two calls that one check holds for."""
     forms = map_tensors(lambda t: (tuple(t.shape[1:]), t.dtype, t.device), (inputs, targets))
-    precision = torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cpu")
+    precision = [(torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")]
     parts = _parts(members.modules, ())
-    return repr(forms), _identity(loss_fn, ()), parts, tuple(members.trainable), precision
+    return repr(forms), _identity(loss_fn, ()), parts, tuple(members.trainable), tuple(precision)
 
 
 def _identity(x: Any, seen: tuple[int, ...]) -> Any:

@@ -104,6 +104,7 @@ class Tape:
         self.plan = plan  # proven in an earlier run; None to go by shapes alone
         self.seen: Plan = {}
         self.in_backward = False
+        self.away = False  # the model's forward is over, and its backward is not running
         self.walking = False  # rows are added to weights at once and dropped: none is formed or kept
         self.replaced: Mapping[Any, Callable[..., Any]] = {}  # stand-ins for random ops, while checking
         self.op = ""  # that runs, or whose tap writes

@@ -44,6 +44,11 @@ class Tap(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         """Write the terms, and hand the gradients on."""
         _refuse_second_derivative(ctx.tape)
+        if ctx.tape.away and any(g is not None for g in gradients):
+            raise RecordingError(
+                f"{ctx.op}: got a gradient from outside of the model, through a tensor that it made and did not "
+                "return, which would be lost. Return that tensor from the model's forward"
+            )
         if ctx.tape.in_backward and any(g is not None for g in gradients):
             saved = ctx.saved_tensors  # a checkpoint recomputes here, recorded
             with torch._C.DisableTorchFunction(), torch.no_grad(), no_autocast():

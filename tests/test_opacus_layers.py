@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 import dpkernels as dpk
 
+EXAMPLES = 10
 pytestmark = pytest.mark.filterwarnings("ignore")  # they use subTest inside hypothesis
 
 
@@ -23,7 +24,16 @@ def their_cases():
         if found.name.endswith("_test"):
             for name, case in vars(importlib.import_module(f"{theirs.__name__}.{found.name}")).items():
                 if isinstance(case, type) and issubclass(case, unittest.TestCase) and name != "GradSampleHooks_test":
+                    few_examples(case)
                     yield name, case
+
+
+def few_examples(case):
+    """A tenth of the hundred that hypothesis would try of each: minutes, otherwise."""
+    for test in vars(case).values():
+        if hasattr(test, "hypothesis"):
+            settings = test._hypothesis_internal_use_settings
+            test._hypothesis_internal_use_settings = hypothesis.settings(settings, max_examples=EXAMPLES)
 
 
 globals().update(their_cases())
