@@ -6,7 +6,7 @@ STAMP := $(VENV)/.stamp
 SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h') setup.py pyproject.toml
 CPP := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu')
 
-.PHONY: setup dev build train test lint bench audit wheel clean
+.PHONY: setup dev build train test lint bench audit gpu gpu-test gpu-bench wheel clean
 
 setup: build
 
@@ -16,8 +16,9 @@ $(STAMP)-run: requirements/torch.txt requirements/run.txt requirements/constrain
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/run.txt -c requirements/constraints.txt
 	touch $@
 
-$(STAMP)-dev: $(STAMP)-run requirements/dev.txt
+$(STAMP)-dev: $(STAMP)-run requirements/dev.txt requirements/no-deps.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/dev.txt -c requirements/constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/no-deps.txt
 	touch $@
 
 $(STAMP)-build: $(STAMP)-run $(SOURCES)
@@ -30,7 +31,7 @@ build: $(STAMP)-build
 dev: $(STAMP)-dev $(STAMP)-build
 
 train: $(STAMP)-build
-	$(BIN)/python -m dpkernels.algorithms.digits
+	$(BIN)/dpkernels train --out runs/first-$$(date +%Y%m%d-%H%M%S)
 
 test: dev
 	$(BIN)/python -m pytest
@@ -45,11 +46,22 @@ lint: $(STAMP)-dev
 	  --build-temp build/lint --build-lib build/lint > build/lint.log 2>&1 || (cat build/lint.log; false)
 
 bench: dev
+	$(BIN)/dpkernels bench --full
 	$(BIN)/python -m bench
 
 audit: dev
 	$(BIN)/python -m bench soundness
 	$(BIN)/python -m bench audit
+
+# For whoever has a GPU, with a torch that knows it: PYTHON and BIN may point at another environment.
+gpu: dev
+	$(BIN)/python -m dpkernels.build_cuda
+
+gpu-test: gpu
+	$(BIN)/python -m pytest tests/gpu/check_gpu.py
+
+gpu-bench: gpu
+	$(BIN)/python -m bench gpu
 
 wheel: dev
 	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-build-isolation --no-deps --wheel-dir dist .

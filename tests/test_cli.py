@@ -1,10 +1,15 @@
+"""The command line, as somebody who types it sees it."""
+
+import json
 import os
+import signal
 import subprocess
 import sys
 
 import pytest
+import torch
 
-from dpkernels import cli, ops
+from dpkernels import accounting, cli, ops
 
 
 def run(*arguments, **environment):
@@ -17,6 +22,7 @@ def test_info(capsys):
     assert cli.main(["info"]) == 0
     text = capsys.readouterr().out
     assert f"{ops.native.active_isa()} kernels" in text
+    assert "never timed" in text
 
 
 def test_without_native_module_it_runs_on_the_reference_and_says_so():
@@ -35,9 +41,88 @@ def test_without_native_module_it_runs_on_the_reference_and_says_so():
     assert "2.309" in result.stdout
 
 
-@pytest.mark.parametrize("arguments", [[], ["nonsense"]])
-def test_bad_arguments_exit_with_2(arguments, capsys):
+@pytest.mark.parametrize("arguments", [[], ["nonsense"], ["train", "--algorithm", "sgd"], ["account", "--steps", "3"]])
+def test_bad_words_exit_with_2(arguments, capsys):
     with pytest.raises(SystemExit) as exit_:
         cli.main(arguments)
     assert exit_.value.code == 2
     assert "usage" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "--steps", "0"], "dpkernels train: steps: got 0, must be a whole number >= 1"),
+        (["train", "--epsilon", "-1"], "dpkernels train: epsilon"),
+        (["train", "--data", "mnist"], "dpkernels train: data_dir: got None"),
+        (["train", "--set", "lr=fast"], "dpkernels train: --set: got 'lr=fast', must be NAME=NUMBER"),
+        (["train", "--set", "size=3"], "dpkernels train: size: is no constant of dp-sgd"),
+        (["train", "--checkpoint-every", "0"], "dpkernels train: --checkpoint-every: got 0"),
+        (["train", "--resume"], "dpkernels train: [Errno 2]"),
+        (["account", "--noise-multiplier", "-1", "--sampling-rate", "0.1", "--steps", "3"], "noise_multiplier: got -1"),
+        (["bench", "VGG"], "dpkernels bench: models: got 'VGG', must be among MLP"),
+    ],
+)
+def test_bad_values_exit_with_2_and_one_line(arguments, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(arguments) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert len(error.strip().splitlines()) == 1
+
+
+def test_account(capsys):
+    assert (
+        cli.main(["account", "--noise-multiplier", "1.1", "--sampling-rate", "0.01", "--steps", "100", "--json"]) == 0
+    )
+    found = json.loads(capsys.readouterr().out)
+    assert found["epsilon"] == pytest.approx(accounting.epsilon(accounting.poisson_gaussian(1.1, 0.01, 100), 1e-5))
+    assert cli.main(["account", "--epsilon", "2", "--sampling-rate", "0.01", "--steps", "100"]) == 0
+    assert "for 100 steps of DP-SGD with noise multiplier" in capsys.readouterr().out
+
+
+def test_train_leaves_a_record_a_model_and_a_plot(capsys, tmp_path):
+    out = tmp_path / "run"
+    assert cli.main(["train", "--steps", "5", "--out", str(out), "--json", "--seed", "1"]) == 0
+    shown = capsys.readouterr()
+    record = json.loads(shown.out)
+    assert record == json.loads((out / "record.json").read_text())
+    assert 2.8 < record["epsilon"] <= 3.0
+    assert record["accuracy"] > 0.2
+    assert [entry["step"] for entry in record["history"]] == list(range(1, 6))
+    assert "5/5" in shown.err
+    assert "accuracy" in shown.err
+    assert "loss" not in shown.err  # of training data: not private
+    assert set(torch.load(out / "model.pt")) == {"0.weight", "0.bias", "2.weight", "2.bias"}
+    assert (out / "plot.svg").read_text().startswith("<svg")
+    assert not (out / "checkpoint").exists()
+    assert cli.main(["train", "--steps", "2", "--out", str(tmp_path / "b"), "--show-private-metrics"]) == 0
+    shown = capsys.readouterr()
+    assert "training loss (NOT private)" in shown.err
+    assert "on the public test set" in shown.out
+
+
+def test_an_interrupted_run_goes_on(tmp_path):
+    """Ctrl-C leaves a checkpoint; with --resume the run ends as one that was not interrupted."""
+    words = ["-m", "dpkernels", "train", "--algorithm", "diff2", "--steps", "400", "--seed", "3", "--epsilon", "20"]
+    with subprocess.Popen([sys.executable, *words, "--out", tmp_path], stderr=subprocess.PIPE, text=True) as process:
+        for line in process.stderr:
+            if "40/400" in line:
+                break
+        process.send_signal(signal.SIGINT)
+        assert "--resume goes on" in process.stderr.read()
+        assert process.wait(60) == 130
+    assert (tmp_path / "checkpoint").exists()
+    refused = run(*words, "--out", tmp_path)
+    assert refused.returncode == 2
+    assert "has a checkpoint; use --resume to go on" in refused.stderr
+    done = run(*words, "--out", tmp_path, "--resume")
+    assert done.returncode == 0, done.stderr
+    assert "going on from step" in done.stderr
+    record = json.loads((tmp_path / "record.json").read_text())
+    assert [entry["step"] for entry in record["history"]] == list(range(20, 401, 20))
+
+
+def test_audit(capsys):
+    assert cli.main(["audit", "--canaries", "200"]) == 0
+    assert "the claim stands" in capsys.readouterr().out
