@@ -5,8 +5,12 @@ cases by name (pytest's -k), behind the others models. Besides:
 
     fashion DIRECTORY          trains by two algorithms on Fashion-MNIST; an hour
     papers DIRECTORY [which]   what the papers of the federated algorithms show, in small; minutes
+    opacus_examples DIRECTORY  two loops of Opacus's examples, by Opacus and by the drop-in; minutes
     soundness [ROWS]           hunts for a row that exceeds its clip bound; minutes
     audit [words]              attacks what is released
+    gpu                        a training step on a GPU; needs one
+    gpu_kernels                what compilers say of the GPU kernels
+    roofline                   what the GPU kernels should cost, on paper
 """
 
 import sys
@@ -14,7 +18,21 @@ from pathlib import Path
 
 import pytest
 
-from bench import audit, decentralised, differences, fashion, local, papers, scaling, soundness, training
+from dpkernels.bench import (
+    audit,
+    decentralised,
+    differences,
+    fashion,
+    gpu,
+    gpu_kernels,
+    local,
+    opacus_examples,
+    papers,
+    roofline,
+    scaling,
+    soundness,
+    training,
+)
 
 HERE = Path(__file__).parent
 
@@ -27,14 +45,20 @@ def ops(words: list[str]) -> int:
 
 if __name__ == "__main__":
     kind, *words = sys.argv[1:] or ["all"]
-    if kind in ("fashion", "papers"):
-        {"fashion": fashion, "papers": papers}[kind].main(words)
+    if kind in ("fashion", "papers", "opacus_examples"):
+        {"fashion": fashion, "papers": papers, "opacus_examples": opacus_examples}[kind].main(words)
         sys.exit()
-    if kind in ("soundness", "audit"):
-        sys.exit({"soundness": soundness, "audit": audit}[kind].main(words))
+    if kind in ("soundness", "audit", "gpu"):
+        sys.exit({"soundness": soundness, "audit": audit, "gpu": gpu}[kind].main(words))
+    if kind in ("gpu_kernels", "roofline"):
+        {"gpu_kernels": gpu_kernels, "roofline": roofline}[kind].main()
+        sys.exit()
     timed = ("all", "ops", "training", "scaling", "local", "differences", "decentralised")
     if kind not in timed:
-        sys.exit(f"bench: got {kind!r}, must be one of {', '.join(timed)}, fashion, papers, soundness, audit")
+        sys.exit(
+            f"bench: got {kind!r}, must be one of {', '.join(timed)}, fashion, papers, "
+            "opacus_examples, soundness, audit, gpu, gpu_kernels, roofline"
+        )
     status = ops(words) if kind in ("all", "ops") else 0
     if kind in ("all", "training"):
         training.main(words)

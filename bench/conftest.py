@@ -1,7 +1,7 @@
 import sys
 from pathlib import Path
 
-from bench import harness
+from dpkernels.bench import harness
 
 RESULTS_FILE = Path(__file__).parent.parent / "results" / "ops.json"
 

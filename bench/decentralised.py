@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
 import dpkernels as dpk
-from bench import harness
-from bench.training import timed
 from dpkernels.algorithms import SDMDSGD, problems, topologies
 from dpkernels.algorithms.sdm_dsgd import mask_seed_of
+from dpkernels.bench import harness
+from dpkernels.bench.training import timed
 
 NODES, RECORDS, BATCH = 50, 1200, 64
 LR, MIXING, KEEP, CLAMP, NOISE = 0.1, 0.5, 0.2, 0.01, 0.01

@@ -15,11 +15,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from bench import harness
-from bench.methods import Step, clip_weights, clipped_sum, vmap_rows
-from bench.models import MODELS, Task
-from bench.training import timed
 from dpkernels.algorithms import DIFF2, PriSMA
+from dpkernels.bench import harness
+from dpkernels.bench.methods import Step, clip_weights, clipped_sum, vmap_rows
+from dpkernels.bench.models import MODELS, Task
+from dpkernels.bench.training import timed
 
 AT_MOST, FASTER = 1.15, 2.0  # of two forward-backwards; than vmap
 LR, BOUND, GAMMA, DIFFERENCE = 1e-3, 1.0, 0.1, 0.05

@@ -20,10 +20,10 @@ import torch
 from torch import nn
 
 import dpkernels as dpk
-from bench import harness
-from bench.models import class_loss, cnn
 from dpkernels.algorithms import DPLSGD, DPSGD, datasets
 from dpkernels.algorithms.datasets import Data
+from dpkernels.bench import harness
+from dpkernels.bench.models import class_loss, cnn
 from dpkernels.columns import aligned
 
 EPSILON, DELTA, BATCH, HELD_OUT, SEEDS = 2.0, 1e-5, 512, 5000, (1, 2, 3)

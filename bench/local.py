@@ -19,11 +19,12 @@ import torch
 from torch.func import functional_call, grad, vmap
 
 import dpkernels as dpk
-from bench import harness, memory, plot
-from bench.methods import CLIP, NOISE, RATE, Step, clipped_sum, plain
-from bench.models import MODELS, Task
-from bench.training import timed
+from dpkernels import plot
 from dpkernels.algorithms import DPLSGD
+from dpkernels.bench import harness, memory
+from dpkernels.bench.methods import CLIP, NOISE, RATE, Step, clipped_sum, plain
+from dpkernels.bench.models import MODELS, Task
+from dpkernels.bench.training import timed
 from dpkernels.columns import aligned
 
 CASES = {"MLP": (128, 10), "CNN": (256, 10), "ResNet-20": (64, 10), "GPT": (16, 4)}  # samples, and K of the targets
@@ -162,7 +163,7 @@ def main(names: Sequence[str] = ()) -> None:
         result, curve = compare(name)
         results.append(result)
         steps = CASES[name][1]
-        used = {method: memory.peak("bench.local", name, method, str(steps)) for method in METHODS}
+        used = {method: memory.peak("dpkernels.bench.local", name, method, str(steps)) for method in METHODS}
         rows = [("K", "SGD", "ours", "ours / SGD", "ours / K")]
         rows += [
             (str(k), f"{1e3 * a:.1f} ms", f"{1e3 * b:.1f} ms", f"{b / a:.2f}", f"{1e3 * b / k:.1f} ms")

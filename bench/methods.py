@@ -5,13 +5,16 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch.func import functional_call, grad, vmap
+from torch.utils.data import DataLoader, TensorDataset
 
-from bench.models import Task
 from dpkernels.algorithms import DPSGD
+from dpkernels.bench.models import Task
+from dpkernels.opacus import PrivacyEngine
 
 CLIP, NOISE, RATE = 1.0, 1.0, 0.01
 Step = Callable[[], object]
@@ -40,6 +43,30 @@ def ours(task: Task) -> Step:
     return lambda: training.step(task.inputs, task.targets)
 
 
+def drop_in(task: Task) -> Step:
+    """An ordinary loop, as Opacus's users have it, on our engine."""
+    model = copy.deepcopy(task.model)
+    loader = DataLoader(TensorDataset(task.inputs, task.targets), batch_size=len(task.inputs))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # batches are not sampled here
+        private, optimizer, _ = PrivacyEngine().make_private(
+            module=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=RATE),
+            data_loader=loader,
+            noise_multiplier=NOISE,
+            max_grad_norm=CLIP,
+            poisson_sampling=False,
+        )
+
+    def step() -> None:
+        private.handed.give(len(task.inputs), True, None)  # as the loader would, which is not measured here
+        optimizer.zero_grad()
+        task.loss_fn(private(task.inputs), task.targets).mean().backward()
+        optimizer.step()
+
+    return step
+
+
 def _opacus_optimizer(kind: Any, model: torch.nn.Module, task: Task) -> Any:
     warnings.filterwarnings("ignore", message="Full backward hook is firing")  # said at the first step
     return kind(
@@ -51,11 +78,11 @@ def _opacus_optimizer(kind: Any, model: torch.nn.Module, task: Task) -> Any:
     )
 
 
-def opacus_hooks(task: Task) -> Step:
+def opacus_hooks(task: Task, functorch: bool = False) -> Step:
     from opacus import GradSampleModule
     from opacus.optimizers import DPOptimizer
 
-    model = GradSampleModule(copy.deepcopy(task.model), loss_reduction="sum")
+    model = GradSampleModule(copy.deepcopy(task.model), loss_reduction="sum", force_functorch=functorch)
     optimizer = _opacus_optimizer(DPOptimizer, model, task)
 
     def step() -> None:
@@ -80,6 +107,31 @@ def opacus_ghost(task: Task) -> Step:
         optimizer.zero_grad()
         losses = task.loss_fn(model(task.inputs), task.targets)
         DPTensorFastGradientClipping(model, optimizer, losses, "mean").backward()
+        optimizer.step()
+
+    return step
+
+
+def backpack(task: Task) -> Step:
+    """Per-sample gradients by BackPACK, clipped and summed in plain torch; it does not know all layers."""
+    from backpack import backpack, extend
+    from backpack.extensions import BatchGrad
+
+    if task.token_loss or any(type(m).__name__ in ("GroupNorm", "LayerNorm") for m in task.model.modules()):
+        raise NotImplementedError("BackPACK has no per-sample gradients of its layers")
+    model = extend(copy.deepcopy(task.model))
+    loss_fn = extend(torch.nn.CrossEntropyLoss(reduction="sum"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    batch = len(task.inputs)
+    warnings.filterwarnings("ignore", message="Full backward hook is firing")
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with backpack(BatchGrad()):
+            loss_fn(model(task.inputs), task.targets).backward()
+        total = clipped_sum({name: p.grad_batch for name, p in model.named_parameters()}, CLIP)
+        for name, p in model.named_parameters():
+            p.grad = (total[name] + NOISE * CLIP * torch.randn_like(p)) / batch
         optimizer.step()
 
     return step
@@ -134,5 +186,15 @@ METHODS: dict[str, Callable[[Task], Step]] = {
     "dpkernels": ours,
     "Opacus hooks": opacus_hooks,
     "Opacus ghost": opacus_ghost,
+    "vmap": by_vmap,
+}
+MORE: dict[str, Callable[[Task], Step]] = {
+    "SGD": plain,
+    "dpkernels": ours,
+    "dpkernels drop-in": drop_in,
+    "Opacus hooks": opacus_hooks,
+    "Opacus functorch": partial(opacus_hooks, functorch=True),
+    "Opacus ghost": opacus_ghost,
+    "BackPACK": backpack,
     "vmap": by_vmap,
 }

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from bench import plot
+from dpkernels import plot
 from dpkernels.algorithms import DIFF2, SDMDSGD, PriSMA, datasets, federation, topologies
 from dpkernels.algorithms import problems as p
 from dpkernels.algorithms.federation import History

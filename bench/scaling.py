@@ -13,10 +13,10 @@ from pathlib import Path
 
 import torch
 
-from bench import plot
-from bench.methods import ours, plain
-from bench.models import Task, cnn, gpt, mlp
-from bench.training import timed
+from dpkernels import plot
+from dpkernels.bench.methods import ours, plain
+from dpkernels.bench.models import Task, cnn, gpt, mlp
+from dpkernels.bench.training import timed
 
 RESULTS = Path(__file__).parent.parent / "results"
 

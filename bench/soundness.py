@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import time
 
-from bench import harness
+from dpkernels.bench import harness
 from dpkernels.columns import aligned
 from tests import soundness
 

@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 
 import dpkernels as dpk
-from bench import harness, memory
-from bench.methods import CLIP, METHODS, NOISE, RATE, Step, vmap_sum
-from bench.models import MODELS, Task
+from dpkernels.bench import harness, memory
+from dpkernels.bench.methods import CLIP, METHODS, NOISE, RATE, Step, vmap_sum
+from dpkernels.bench.models import MODELS, Task
 
 AT_MOST = {"MLP": 1.15, "CNN": 1.15, "ResNet-20": 1.15, "GPT": 1.10}  # of SGD's time
 FASTER = {"MLP": 1.25, "CNN": 1.25, "ResNet-20": 1.1, "GPT": 1.25}  # than any peer
@@ -108,7 +108,7 @@ def main(names: Sequence[str] = ()) -> None:
         print(f"  {name}", file=sys.stderr, flush=True)
         result, seconds = compare(name)
         results.append(result)
-        used = {method: memory.peak("bench.training", name, method) for method in METHODS}
+        used = {method: memory.peak("dpkernels.bench.training", name, method) for method in METHODS}
         lines = [
             f"{name}: SGD {1e3 * seconds:.1f} ms; a private step takes "
             f"{result.ratios['SGD'][1]:.2f} of that. Stages: "

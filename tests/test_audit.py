@@ -1,4 +1,5 @@
 import math
+import random
 from functools import partial
 
 import numpy as np
@@ -6,8 +7,16 @@ import pytest
 from scipy import stats
 
 import dpkernels as dpk
-from dpkernels import audit
-from tests import broken, mechanisms
+from dpkernels import audit, noise
+from dpkernels.bench import mechanisms
+from tests import broken
+
+
+@pytest.fixture(autouse=True)
+def same_keys_in_every_run(monkeypatch):
+    """What an audit finds is sure to 99.9 %, and good in 99 of 100: secure noise too must be the same tomorrow."""
+    keys = random.Random(1)
+    monkeypatch.setattr(noise, "_new_key", lambda: keys.getrandbits(64) - 2**63)
 
 
 @pytest.mark.parametrize("secure", [False, True])

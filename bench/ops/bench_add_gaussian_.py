@@ -2,8 +2,8 @@ import pytest
 import torch
 
 import dpkernels as dpk
-from bench import harness
 from dpkernels import reference
+from dpkernels.bench import harness
 from tests import cases
 
 FASTER = {1: 4.0, 2: 8.0}

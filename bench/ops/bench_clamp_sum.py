@@ -2,8 +2,8 @@ import pytest
 import torch
 
 import dpkernels as dpk
-from bench import harness
-from bench.ops import sums
+from dpkernels.bench import harness
+from dpkernels.bench.ops import sums
 from tests import cases
 
 

@@ -1,8 +1,8 @@
 import pytest
 
 import dpkernels as dpk
-from bench import harness
-from bench.ops import sums
+from dpkernels.bench import harness
+from dpkernels.bench.ops import sums
 from tests import cases
 
 FASTER = {"rows of 8k": 1.5, "rows of 100k": 1.4, "rows of 1M in 21 tensors": 1.15, "300 tensors of 1000": 3.0}

@@ -2,8 +2,8 @@ import pytest
 import torch
 
 import dpkernels as dpk
-from bench import harness
 from dpkernels import ops, reference_noise
+from dpkernels.bench import harness
 
 
 @pytest.mark.parametrize("threads", [1, 2])

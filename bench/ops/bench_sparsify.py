@@ -1,8 +1,8 @@
 import torch
 
 import dpkernels as dpk
-from bench import harness
 from dpkernels import reference
+from dpkernels.bench import harness
 from tests import cases
 
 
