@@ -12,10 +12,11 @@ from torch import Tensor, nn
 import dpkernels as dpk
 from dpkernels import checks
 from dpkernels.accounting import Event, Ledger, PublishedBound
-from dpkernels.gradients import batch_of
 from dpkernels.paper_events import Accounting
+from dpkernels.ranks import Ranks, given
 
-from .federation import Client, check_clients, chosen, joined, largest_epsilon, secured, seed_of
+from .federation import Client, chosen, joined, largest_epsilon, secured, seed_of, shared_out
+from .together import meet
 from .two_points import RowsOf, TwoPoints
 
 
@@ -69,6 +70,7 @@ class DIFF2(TwoPoints):
         seed: makes noise and batches reproducible, and nothing private from whoever knows it.
         secure: noise whose low bits are safe too, see `dpk.Gaussian`; needs `micro_batch_size`.
         budget: (epsilon, delta); the round that would exceed it is refused.
+        ranks: processes that share out the clients, see `dpk.ranks`; the first one is the server.
 
     Formal guarantee: all weights and estimates of all rounds are (epsilon(delta), delta)-DP under replace-one adjacency
     for every record of every client. The server is trusted: it sees what clients send and adds the noise (a client adds
@@ -93,6 +95,7 @@ class DIFF2(TwoPoints):
         seed: int | None = None,
         secure: bool = False,
         budget: tuple[float, float] | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         super().__init__(
             model,
@@ -102,6 +105,7 @@ class DIFF2(TwoPoints):
             micro_batch_size=micro_batch_size,
             max_bytes=max_bytes,
             secure=secure,
+            ranks=ranks,
         )
         self._restart_every = checks.whole("restart_every", restart_every, low=1)
         self._gradient_norm = checks.number("gradient_norm", gradient_norm, low=0)
@@ -129,12 +133,30 @@ class DIFF2(TwoPoints):
         self._local = [dpk.Gaussian(1.0, seed_of(seed, 1, p), secure, ledger) for p, ledger in enumerate(self.ledgers)]
         self._noises = [self._noise, *self._local]
         self._seed = seed
-        self._by_size = _merged(self.clients, self._sizes)
+        self._by_size = _merged(self.clients, self._sizes, self._own)
         self._estimate = self._zeros()
         self._estimates = [self._estimate]
+        meet(
+            self.ranks,
+            self,
+            model,
+            seed,
+            lr=lr,
+            restart_every=restart_every,
+            norms=(gradient_norm, difference_norm),
+            noises=(gradient_noise, difference_noise),
+            routine=repr(self.routine),
+            secure=secure,
+            budget=budget,
+        )
+        self._earlier.load_state_dict(model.state_dict())
 
     def step(self) -> None:
         """One round."""
+        with self.ranks.doing(f"round {self.round + 1}"):
+            self._step()
+
+    def _step(self) -> None:
         restart = self.round % self._restart_every == 0
         bound = self._gradient_norm if restart else self._difference_norm * self._distance()
         sigma = self._gradient_noise if restart else self._difference_noise
@@ -143,14 +165,17 @@ class DIFF2(TwoPoints):
             parties = len(self.clients)
             parts = [(*alike, 1 / (size * parties)) for size, alike in self._by_size.items()]
             row_norm = bound / (min(self._sizes) * parties)
-            released = self._released(rows_of, parts, self._noise, sigma * bound, row_norm)
+            released = self._released(rows_of, parts, self._noise, sigma * bound, row_norm, self.ranks)
             self.bytes_sent += 4 * self.width * parties
             for name, t in self._estimate.items():
                 t.copy_(released[name]) if restart else t.add_(released[name])
         self._move(self._estimate, self._lr)
         self.round += 1
         if isinstance(self.routine, BVRLSGD):
-            self._walk(self.routine, self.round % len(self.clients))
+            p = self.round % len(self.clients)
+            if p in self._own:
+                self._walk(self.routine, p)
+            self._follow(p)
 
     def _gradients(self, bound: float) -> RowsOf:
         return lambda x, y: [(self._rows_now(x, y), bound, 1.0)]
@@ -178,7 +203,18 @@ class DIFF2(TwoPoints):
                 self._move(estimate, self._lr)
         finally:  # also where the budget ends in the middle of a walk
             self._earlier.load_state_dict(start)
+
+    def _follow(self, p: int) -> None:
+        """All ranks go on from where client p has come, with what it has entered."""
         self.bytes_sent += 4 * self.width
+        if self.ranks.size == 1:
+            return
+        owner, (now, _) = self.ranks.owner(p, len(self.clients)), self._trained()
+        entered = self.ranks.from_rank((self.ledgers[p].state_dict(), self._local[p].releases), owner)
+        self.ranks.spread_([t.detach() for t in now], owner)
+        if p not in self._own:
+            self.ledgers[p].follow(entered[0])
+            self._local[p].skip(entered[1])
 
     def epsilon(self, delta: float, accounting: Accounting = "exact") -> float:
         """The epsilon at `delta` of all rounds so far: the largest over clients.
@@ -224,7 +260,7 @@ class DIFF2(TwoPoints):
         if checks.number("split", split, low=1) == 1 and restart_every > 1:
             raise ValueError("split: got 1, must be > 1 unless restart_every is 1: nothing is left for differences")
         restarts = -(-checks.whole("rounds", rounds, low=1) // checks.whole("restart_every", restart_every, low=1))
-        sizes = [batch_of(*client) for client in check_clients(clients)]
+        _, sizes = shared_out(clients, given(arguments.get("ranks")))
         first = math.sqrt(split * restarts)
         later = math.sqrt(split / (split - 1) * (rounds - restarts)) if rounds > restarts else first
         routine = arguments.get("routine")
@@ -263,11 +299,11 @@ class DIFF2(TwoPoints):
         )
 
 
-def _merged(clients: list[Client], sizes: list[int]) -> dict[int, Client]:
-    """Clients of one size as one: their records have the same weight in the mean."""
+def _merged(clients: list[Client], sizes: list[int], own: range) -> dict[int, Client]:
+    """Those of `own` clients that have one size as one: their records have the same weight in the mean."""
     alike: dict[int, list[Client]] = {}
-    for client, size in zip(clients, sizes, strict=True):
-        alike.setdefault(size, []).append(client)
+    for p in own:
+        alike.setdefault(sizes[p], []).append(clients[p])
     return {size: (joined([c[0] for c in found]), joined([c[1] for c in found])) for size, found in alike.items()}
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import dpkernels as dpk
 from dpkernels import checks
 from dpkernels.members import members_of
+from dpkernels.ranks import Ranks
 
 from .private_training import PrivateTraining
 
@@ -39,6 +40,8 @@ class DPLSGD(PrivateTraining):
             a batch is filled up with zeros, which the model must take. `noise_multiplier` then counts the roundings,
             and `max_bytes` is 1 GiB unless given.
         budget: (epsilon, delta) that the step which would exceed it is refused for; see `with_budget`.
+        ranks: processes that train together, see `dpk.ranks`; each is given batches of its own records, and the sum is
+            over all of them.
 
     With one local step it is DP-SGD with step size lr, threshold C / lr and the noise negated.
 
@@ -66,6 +69,7 @@ class DPLSGD(PrivateTraining):
         watch_norms: bool = False,
         secure: bool = False,
         budget: tuple[float, float] | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self._local_steps = checks.whole("local_steps", local_steps, low=1)
         self._lr = checks.number("lr", lr, low=0)
@@ -83,6 +87,9 @@ class DPLSGD(PrivateTraining):
             watch_norms=watch_norms,
             secure=secure,
             budget=budget,
+            ranks=ranks,
+            local_steps=self._local_steps,
+            lr=self._lr,
         )
         self._moves: dict[str, Tensor] = {}  # memory of the last step's
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import dpkernels as dpk
+from dpkernels.ranks import Ranks
 from dpkernels.written import Written
 
 from .private_training import PrivateTraining
@@ -35,6 +36,8 @@ class DPSGD(PrivateTraining):
             a batch is filled up with zeros, which the model must take. `noise_multiplier` then counts the roundings,
             and `max_bytes` is 1 GiB unless given.
         budget: (epsilon, delta) that the step which would exceed it is refused for; see `with_budget`.
+        ranks: processes that train together, see `dpk.ranks`; each is given batches of its own records, and the sum is
+            over all of them.
 
     The tensors in `.grad` are written again by the next step unless `zero_grad` let go of them: clone what you keep.
 
@@ -61,6 +64,7 @@ class DPSGD(PrivateTraining):
         watch_norms: bool = False,
         secure: bool = False,
         budget: tuple[float, float] | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self._written = Written(model, optimizer)
         super().__init__(
@@ -77,6 +81,8 @@ class DPSGD(PrivateTraining):
             watch_norms=watch_norms,
             secure=secure,
             budget=budget,
+            ranks=ranks,
+            optimizer=f"{type(optimizer).__name__} {_settings_of(optimizer)}",
         )
         self.optimizer = optimizer
 
@@ -97,3 +103,7 @@ class DPSGD(PrivateTraining):
         """As of every algorithm; the optimizer's state too."""
         super().load_state_dict(state)
         self.optimizer.load_state_dict(state["optimizer"])
+
+
+def _settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    return [{name: x for name, x in group.items() if name != "params"} for group in optimizer.param_groups]

@@ -22,6 +22,7 @@ from dpkernels.gradients import batch_of
 from dpkernels.members import members_of
 from dpkernels.nested import flat_tensors, map_tensors, nested_like
 from dpkernels.noise import std_for
+from dpkernels.ranks import Ranks
 
 Client = tuple[Any, Any]  # inputs and targets
 
@@ -41,6 +42,28 @@ def check_clients(clients: object, name: str = "clients") -> list[Client]:
                 f"keys in the same order, and tensors of the same type and shape but for the number of records"
             )
     return [(client[0], client[1]) for client in clients]
+
+
+def shared_out(clients: Any, ranks: Ranks, name: str = "clients") -> tuple[list[Any], list[int]]:
+    """The clients, with None for those of other ranks, and how many records each has.
+
+    Every rank is given a list of all; it looks at its share alone, and there may be anything in other places.
+    """
+    if ranks.size == 1:
+        checked = check_clients(clients, name)
+        return checked, [batch_of(*client) for client in checked]
+    count = len(clients) if isinstance(clients, Sequence) else 0
+    ranks.agree({f"number of {name}": count})
+    if count < ranks.size:
+        raise ValueError(f"ranks: there are {ranks.size}, must be at most as many as {name}, {count}")
+    share = ranks.share(count)
+    own = check_clients([clients[i] for i in share], name)
+    found = ranks.gather(([batch_of(*client) for client in own], str(_form(own[0]))))
+    if len({form for _, form in found}) > 1:
+        raise ValueError(f"{name}: have inputs or targets of different forms on different ranks, must have the same")
+    places: list[Any] = [None] * count
+    places[share.start : share.stop] = own
+    return places, [size for sizes, _ in found for size in sizes]
 
 
 def _form(x: Any) -> object:

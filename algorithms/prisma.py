@@ -12,11 +12,12 @@ from torch import Tensor, nn
 import dpkernels as dpk
 from dpkernels import checks
 from dpkernels.accounting import Event, Ledger, PublishedBound
-from dpkernels.gradients import batch_of
 from dpkernels.paper_events import Accounting
+from dpkernels.ranks import ALONE, Ranks, given
 
-from .federation import Client, check_clients, chosen, largest_epsilon, secured, seed_of
-from .two_points import TwoPoints
+from .federation import Client, chosen, largest_epsilon, secured, seed_of, shared_out
+from .together import meet
+from .two_points import Sum, TwoPoints
 
 
 class PriSMA(TwoPoints):
@@ -49,6 +50,7 @@ class PriSMA(TwoPoints):
         seed: makes noise and batches reproducible, and nothing private from whoever knows it.
         secure: noise whose low bits are safe too, see `dpk.Gaussian`; needs `micro_batch_size`.
         budget: (epsilon, delta); the round that would exceed it is refused.
+        ranks: processes that share out the clients, see `dpk.ranks`.
 
     Formal guarantee: everything that a client sends is (epsilon(delta), delta)-DP under replace-one adjacency for its
     records, whoever sees it: noise is added in the client, from a stream of its own. Numbers of records, clients and
@@ -76,6 +78,7 @@ class PriSMA(TwoPoints):
         seed: int | None = None,
         secure: bool = False,
         budget: tuple[float, float] | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         super().__init__(
             model,
@@ -85,6 +88,7 @@ class PriSMA(TwoPoints):
             micro_batch_size=micro_batch_size,
             max_bytes=max_bytes,
             secure=secure,
+            ranks=ranks,
         )
         self._momentum = checks.positive("momentum", momentum, high=1)
         self._gradient_norm = checks.number("gradient_norm", gradient_norm, low=0)
@@ -107,18 +111,40 @@ class PriSMA(TwoPoints):
         ]
         self._noises = [dpk.Gaussian(1.0, seed_of(seed, 1, i), secure, ledger) for i, ledger in enumerate(self.ledgers)]
         self._seed = seed
-        self._estimates = [self._zeros() for _ in self.clients]
+        self._estimates = [self._zeros() if i in self._own else None for i in range(len(self.clients))]
+        meet(
+            self.ranks,
+            self,
+            model,
+            seed,
+            lr=lr,
+            momentum=momentum,
+            norms=(gradient_norm, server_norm, difference_norm, smoothness),
+            noises=(noise, initial_noise),
+            batch_size=batch_size,
+            sampling=sampling,
+            secure=secure,
+            budget=budget,
+        )
+        self._earlier.load_state_dict(model.state_dict())
 
     def step(self) -> None:
         """One round."""
+        with self.ranks.doing(f"round {self.round + 1}"):
+            self._step()
+
+    def _step(self) -> None:
         for i in range(len(self.clients)):
-            self._client_step(i)
+            self._client_step(i) if i in self._own else self._count(i)
         self.bytes_sent += 4 * self.width * len(self.clients)
         mean = self._spare[0]
+        first, *others = (self._estimates[i] for i in self._own)
         for name, t in mean.items():
-            t.copy_(self._estimates[0][name])
-            for v in self._estimates[1:]:
+            t.copy_(first[name])
+            for v in others:
                 t.add_(v[name])
+        self.ranks.sum_(list(mean.values()))
+        for t in mean.values():
             t.div_(len(self.clients))
         norm = math.hypot(*(float(t.norm()) for t in mean.values()))
         self._move(mean, self._lr * (self._server_norm / norm if norm > self._server_norm else 1.0))
@@ -128,20 +154,34 @@ class PriSMA(TwoPoints):
         """Client i's estimate, which it sends, gets its correction with noise of its own."""
         indices = self._draw(i)
         inputs, targets = (chosen(z, indices) for z in self.clients[i])
-        first, g = self.round == 0, self._momentum
-        rows_of = self._first_rows if first else self._rows
-        row_norm = self._gradient_norm if first else g * self._gradient_norm + (1 - g) * self._difference_norm
-        std, parts = self._initial_noise if first else self._noise, [(inputs, targets, 1 / self._batch_size)]
-        sent = self._released(rows_of, parts, self._noises[i], std, row_norm / self._batch_size)
+        rows_of = self._first_rows if self.round == 0 else self._rows
+        parts = [(inputs, targets, 1 / self._batch_size)]
+        sent = self._released(rows_of, parts, self._noises[i], *self._of_release())
         for name, v in self._estimates[i].items():
-            v.mul_(1 - g).add_(sent[name])
+            v.mul_(1 - self._momentum).add_(sent[name])
+
+    def _of_release(self) -> tuple[float, float]:
+        """This round's noise, and how far one record can move what a client sends."""
+        first, g = self.round == 0, self._momentum
+        row_norm = self._gradient_norm if first else g * self._gradient_norm + (1 - g) * self._difference_norm
+        return self._initial_noise if first else self._noise, row_norm / self._batch_size
+
+    def _count(self, i: int) -> None:
+        """Enter what client i, of another rank, draws and releases in this round: all of it is public."""
+        std, row_norm = self._of_release()
+        self.ledgers[i].note_batch(sampling_rate=self.ledgers[i].sampling_rate, fixed_size=self.ledgers[i].fixed_size)
+        self._noises[i].with_std(std).follow(row_norm, self.width)
+
+    def _all_estimates(self) -> list[Sum]:
+        found = self.ranks.gather([self._estimates[i] for i in self._own])
+        return [estimate for part in found for estimate in part]
 
     def _draw(self, i: int) -> Tensor:
         """This round's batch of client i."""
         n, seed, ledger = self._sizes[i], seed_of(self._seed, 2, i), self.ledgers[i]
         if self._sampling == "poisson":
             rate = self._batch_size / n
-            return next(iter(dpk.sampling.poisson(n, rate, 1, seed, start=self.round, ledger=ledger)))
+            return next(iter(dpk.sampling.poisson(n, rate, 1, seed, start=self.round, ledger=ledger, ranks=ALONE)))
         return next(iter(dpk.sampling.fixed_size(n, self._batch_size, 1, seed, start=self.round, ledger=ledger)))
 
     def _first_rows(self, x: Any, y: Any) -> list[tuple[dpk.PerSample, float, float]]:
@@ -206,7 +246,7 @@ class PriSMA(TwoPoints):
         """
         bound = _difference_bound(difference_norm, smoothness, lr, server_norm, momentum, quiet=True)
         row = momentum * gradient_norm + (1 - momentum) * bound
-        size = min(batch_of(*client) for client in check_clients(clients))
+        size = min(shared_out(clients, given(arguments.get("ranks")))[1])
 
         def event(z: float) -> Event | PublishedBound:
             return dpk.accounting.prisma(

@@ -14,9 +14,12 @@ from dpkernels import checks
 from dpkernels.members import members_of
 from dpkernels.noise import std_for
 from dpkernels.places import Places
+from dpkernels.ranks import Ranks, given
+from dpkernels.reference import wide_type
 
 from .incremental_norms import IncrementalNorms, NormSummary
 from .micro_batches import check_size, memory_for_rows, micro_batches
+from .together import add_up_, meet
 
 
 class PrivateTraining:
@@ -41,6 +44,8 @@ class PrivateTraining:
         watch_norms: bool,
         secure: bool,
         budget: tuple[float, float] | None,
+        ranks: Ranks | None,
+        **settings: Any,
     ) -> None:
         members = members_of(model)
         bound = checks.number("max_norm", max_norm, low=0, finite=False)
@@ -63,6 +68,22 @@ class PrivateTraining:
         self._micro_batch_size = micro_batch_size
         self._max_bytes = memory_for_rows(max_bytes, secure=secure)
         self._places = Places(secure=secure)
+        self.ranks = given(ranks)
+        meet(
+            self.ranks,
+            self,
+            model,
+            seed,
+            clip=repr(rule),
+            std=std,
+            expected_batch_size=self._expected_batch_size,
+            sampling_rate=self.ledger.sampling_rate,
+            secure=secure,
+            budget=budget,
+            **settings,
+        )
+        if self.ranks.size > 1 and seed is None and not secure:
+            self.noise.share_key(self.ranks)
 
     @classmethod
     def with_budget(
@@ -121,6 +142,17 @@ class PrivateTraining:
         out: Callable[[], dict[str, Tensor]],
     ) -> dict[str, Tensor]:
         """The private mean over a batch; `out` is asked for memory to put it in when all else is done."""
+        with self.ranks.doing(f"release {self.noise.releases + 1}"):
+            return self._released(rows_of, inputs, targets, out)
+
+    def _released(
+        self,
+        rows_of: Callable[[Any, Any], dpk.PerSample],
+        inputs: Any,
+        targets: Any,
+        out: Callable[[], dict[str, Tensor]],
+    ) -> dict[str, Tensor]:
+        self._refuse_unshared()
         *first, (x, y, last) = micro_batches(inputs, targets, self._micro_batch_size, filled=self.noise.secure)
         onto: dict[str, Tensor] | None = None
         self._places.check(self.model, rows_of, x, y)
@@ -130,10 +162,27 @@ class PrivateTraining:
             self._watch(found.norms, where)
         rows = rows_of(x, y)
         scale = 1 / self._expected_batch_size
-        found = rows.clip_sum(self._clip, self.noise, onto=onto, scale=scale, out=out(), where=last)
+        private: dict[str, Tensor]
+        if self.ranks.size == 1:
+            found = rows.clip_sum(self._clip, self.noise, onto=onto, scale=scale, out=out(), where=last)
+            private = found.sum
+        else:  # what ranks send is float64, as noise is added there
+            secure, wide = self.noise.secure, torch.float64
+            found = rows.clip_sum(self._clip, onto=onto, dtype=wide, exact=secure, where=last)
+            add_up_(self.ranks, list(found.sum.values()), self.noise, sensitivity=self._clip.sensitivity())
+            kinds = {name: wide_type(p.dtype) for name, p in members_of(self.model).trainable.items()}
+            private = {name: t.mul_(scale).to(kinds[name]) for name, t in found.sum.items()}
         self._watch(found.norms, last)
-        private: dict[str, Tensor] = found.sum
         return private
+
+    def _refuse_unshared(self) -> None:
+        """A batch that several ranks were given would count as often: unless they say so, it must be our sampler's."""
+        if self.ranks.size > 1 and not self.ranks.chosen and not self.ledger.batch_waits:
+            raise ValueError(
+                f"inputs: are not a batch of dpk.sampling.poisson(..., ledger=algorithm.ledger), must be with "
+                f"{self.ranks.size} ranks, which each need records of their own. If you share them out yourself, say "
+                "so with ranks=dpk.ranks.start()"
+            )
 
     def _watch(self, norms: Tensor, where: Tensor | None) -> None:
         if self._norms is not None:

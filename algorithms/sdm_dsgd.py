@@ -14,13 +14,15 @@ from torch import Tensor, nn
 import dpkernels as dpk
 from dpkernels import checks
 from dpkernels.accounting import Event, Ledger
-from dpkernels.gradients import batch_of
 from dpkernels.members import members_of
 from dpkernels.paper_events import Accounting, rounded_up
 from dpkernels.places import Places
+from dpkernels.ranks import ALONE, Ranks, given
 
-from .federation import Client, InProcess, check_clients, largest_epsilon, secured, seed_of
+from .federation import Client, InProcess, largest_epsilon, secured, seed_of, shared_out
+from .masks import mask_seed_of, most_kept
 from .micro_batches import check_size, stacked_batches
+from .together import meet
 from .topologies import check_topology
 
 Order = Literal["noise-then-sparsify", "sparsify-then-noise"]
@@ -57,7 +59,10 @@ class SDMDSGD:
         seed: makes noise and batches reproducible, and nothing private from whoever knows it.
         secure: noise whose low bits are safe too, see `dpk.Gaussian`; needs `micro_batch_size`.
         budget: (epsilon, delta); the round that would exceed it for some node is refused.
-        transport: what carries messages; within this process unless given.
+        transport: what counts messages; within this process unless given.
+        ranks: processes that share out the nodes, see `dpk.ranks`. Each has its own nodes' weights and copies of their
+            neighbours' in `node_vectors`, in the order of `followed`; `model` is then the average of its own nodes, and
+            `gathered()` brings all together. Messages go from rank to rank, once to each that has a neighbour.
 
     Formal guarantee: everything that a node sends is (epsilon(delta), delta)-DP under add-remove adjacency for its
     records, whoever sees all messages of all nodes: given its mask, which does not depend on data, a message is a
@@ -87,13 +92,16 @@ class SDMDSGD:
         secure: bool = False,
         budget: tuple[float, float] | None = None,
         transport: InProcess | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         members = members_of(model)
         if len({p.dtype for p in members.trainable.values()}) != 1:
             raise ValueError("model: must have parameters that require grad, of one type")
         check_size(micro_batch_size, secure=secure)
         self.model, self.loss_fn = model, loss_fn
-        self.nodes = check_clients(nodes, "nodes")
+        self.ranks = given(ranks)
+        self.nodes, self._sizes = shared_out(nodes, self.ranks, "nodes")
+        self._own = self.ranks.share(len(self.nodes))  # the nodes of this rank
         self._topology = check_topology(topology, len(self.nodes))
         self._lr = checks.number("lr", lr, low=0)
         self._mixing = checks.positive("mixing", mixing, high=1)
@@ -106,31 +114,47 @@ class SDMDSGD:
         self._mask_seed = checks.whole("mask_seed", mask_seed, low=0)
         self._micro_batch_size, self._places = micro_batch_size, Places(secure=secure)
         self._warn_of_divergence(checks.number("smoothness", smoothness, low=0))
-        self._sizes = [batch_of(*node) for node in self.nodes]
-        self._neighbours = (self._topology.clone().fill_diagonal_(0) != 0).sum(1).tolist()
+        linked = self._topology.clone().fill_diagonal_(0) != 0
+        self._neighbours = [row.nonzero().squeeze(1).tolist() for row in linked]
+        near = sorted({j for i in self._own for j in self._neighbours[i]} - set(self._own))
+        self.followed = [*self._own, *near]
+        self._mixes = self._topology[self._own.start : self._own.stop, self.followed]
         self.transport = InProcess() if transport is None else transport
         self.ledgers = [Ledger(sampling_rate, budget=budget) for _ in self.nodes]
         std = self._mixing * self._lr * self._noise_std * self._noise_scale
         self._noises = [dpk.Gaussian(std, seed_of(seed, 1, i), secure, own) for i, own in enumerate(self.ledgers)]
-        self._seed = seed
+        self._seed, self._counted = seed, 0
         self._shapes = {name: p.shape for name, p in members.trainable.items()}
         self._memory: dict[int, Tensor] = {}
+        meet(
+            self.ranks,
+            self,
+            model,
+            seed,
+            topology=self._topology.tolist(),
+            settings=(lr, mixing, keep_probability, clamp, noise_std, batch_size, sampling_rate, order),
+            mask_seed=mask_seed,
+            secure=secure,
+            budget=budget,
+        )
         start = torch.cat([p.detach().flatten() for p in members.trainable.values()])
-        self.node_vectors = start.repeat(len(self.nodes), 1)
-        self._sums = torch.zeros_like(self.node_vectors, dtype=torch.float64)
+        self.node_vectors = start.repeat(len(self.followed), 1)
+        self._sums = start.new_zeros((len(self._own), len(start)), dtype=torch.float64)
         self._start(0)
 
     def _start(self, number: int) -> None:
         """Batches are drawn from round `number` on."""
         self.round = number
-        self._draws = [
-            iter(dpk.sampling.poisson(n, self._rate, 1 << 40, seed_of(self._seed, 2, i), start=number, ledger=ledger))
-            for i, (n, ledger) in enumerate(zip(self._sizes, self.ledgers, strict=True))
-        ]
+
+        def draws(i: int) -> Iterator[Tensor]:
+            n, seed, ledger = self._sizes[i], seed_of(self._seed, 2, i), self.ledgers[i]
+            return iter(dpk.sampling.poisson(n, self._rate, 1 << 40, seed, start=number, ledger=ledger, ranks=ALONE))
+
+        self._draws = [draws(i) for i in self._own]
 
     @property
     def bytes_sent(self) -> int:
-        """By all nodes to all their neighbours."""
+        """By all nodes (of this rank) to all their neighbours; `ranks.bytes_sent` is what went from rank to rank."""
         return self.transport.bytes_sent
 
     @property
@@ -140,43 +164,92 @@ class SDMDSGD:
 
     def step(self) -> None:
         """One round."""
+        with self.ranks.doing(f"round {self.round + 1}"):
+            self._step()
+
+    def _step(self) -> None:
         vectors = self.node_vectors
         moves = self._gradients().mul_(-self._lr)
-        moves += torch.addmm(vectors, self._topology.to(vectors.dtype), vectors, beta=-1)
+        moves += torch.addmm(vectors[: len(self._own)], self._mixes.to(vectors.dtype), vectors, beta=-1)
         moves *= self._mixing
-        kept = [self._kept(i, move) for i, move in enumerate(moves)]
-        for ledger, noise, message in zip(self.ledgers, self._noises, kept, strict=True):  # none sends if one may not
-            ledger.check(std=noise.std, sensitivity=noise.widened(self._row_norm(message), len(message.values)))
-        messages = [self._noisy(i, message) for i, message in enumerate(kept)]
-        for i, message in enumerate(messages):
-            values = self.transport.send(message.values.to(vectors.dtype), self._neighbours[i])
-            vectors[i].index_add_(0, message.indices, values)
+        kept = {i: self._kept(i, move) for i, move in zip(self._own, moves, strict=True)}
+        self._refuse_beyond(kept)
+        messages = {i: self._noisy(i, message) for i, message in kept.items()}
+        self._exchange(messages)
+        for place, i in enumerate(self.followed):
+            vectors[place].index_add_(0, messages[i].indices, messages[i].values)
         self.round += 1
         self._average()
 
-    def _kept(self, i: int, move: Tensor) -> dpk.SparseMessage:
-        """The coordinates of node i's move that it sends, without noise."""
-        return dpk.sparsify(move, self._keep, seed=mask_seed_of(self._mask_seed, self.round, i))
+    def _kept(self, i: int, move: Tensor, number: int | None = None) -> dpk.SparseMessage:
+        """The coordinates of node i's move that it sends in a round, this one unless given, without noise."""
+        number = self.round if number is None else number
+        return dpk.sparsify(move, self._keep, seed=mask_seed_of(self._mask_seed, number, i))
 
-    def _row_norm(self, message: dpk.SparseMessage) -> float:
+    def _row_norm(self, kept: int) -> float:
         """How far one record can move what is sent."""
         moved = self._mixing * self._lr * self._clamp / (self._keep * self._batch_size)  # each coordinate, at most
-        return moved * math.sqrt(rounded_up(len(message.values)))
+        return moved * math.sqrt(rounded_up(kept))
+
+    def _refuse_beyond(self, kept: dict[int, dpk.SparseMessage]) -> None:
+        """None sends if one may not."""
+        if self.ledgers[0].budget is None:
+            return
+        self._count_others()
+        nothing = self._sums.new_zeros(self.width)
+        for i, (ledger, noise) in enumerate(zip(self.ledgers, self._noises, strict=True)):
+            count = len((kept[i] if i in kept else self._kept(i, nothing)).values)
+            ledger.check(std=noise.std, sensitivity=noise.widened(self._row_norm(count), count))
 
     def _noisy(self, i: int, message: dpk.SparseMessage) -> dpk.SparseMessage:
-        """What node i sends: with noise of its own, in its ledger."""
-        dpk.add_gaussian_(message.values, self._noises[i], sensitivity=self._row_norm(message))
-        return message
+        """What node i sends: with noise of its own, in its ledger; counted."""
+        values = message.values
+        dpk.add_gaussian_(values, self._noises[i], sensitivity=self._row_norm(len(values)))
+        sent = self.transport.send(values.to(self.node_vectors.dtype), len(self._neighbours[i]))
+        return message._replace(values=sent)
+
+    def _exchange(self, messages: dict[int, dpk.SparseMessage]) -> None:
+        """Adds those of other ranks' nodes that are followed here: masks are public, so values alone travel."""
+        nothing = self.node_vectors.new_zeros(self.width)
+        owner = [self.ranks.owner(i, len(self.nodes)) for i in range(len(self.nodes))] if self.ranks.size > 1 else []
+        sent = [
+            (rank, messages[i].values)
+            for i in self._own
+            for rank in sorted({owner[j] for j in self._neighbours[i]} - {self.ranks.rank} if owner else ())
+        ]
+        for i in self.followed[len(self._own) :]:
+            messages[i] = self._kept(i, nothing)
+        awaited = [(owner[i], messages[i].values) for i in self.followed[len(self._own) :]]
+        self.ranks.exchange(sent, awaited)
+
+    def _count_others(self) -> None:
+        """Enter what nodes of other ranks released since: how much they kept is public, and so is all else of it."""
+        nothing = self._sums.new_zeros(self.width)
+        for number in range(self._counted, self.round):
+            for i in set(range(len(self.nodes))) - set(self._own):
+                count = len(self._kept(i, nothing, number).values)
+                self.ledgers[i].note_batch(sampling_rate=self._rate)
+                self._noises[i].follow(self._row_norm(count), count)
+        self._counted = self.round
+
+    def gathered(self) -> Tensor:
+        """All nodes' weights, [N, d], on every rank; `model` becomes their average. All ranks must call it together."""
+        whole = self.node_vectors
+        if self.ranks.size > 1:
+            whole = torch.cat(self.ranks.gather(self.node_vectors[: len(self._own)].clone()))
+        self._average(whole)
+        return whole
 
     def _gradients(self) -> Tensor:
         """Each node's clamped gradients at its own weights on a batch, summed and divided by b: [N, d] in float64."""
         batches = [next(draw) for draw in self._draws]
         total = self._sums.zero_()
-        weights, sums = self._by_parameter(self.node_vectors), self._by_parameter(total)
+        weights, sums = (self._by_parameter(t) for t in (self.node_vectors[: len(self._own)], total))
         rows_of = partial(dpk.per_sample_gradients, self.model, self.loss_fn, weights=weights)
-        for inputs, targets, where in stacked_batches(self.nodes, batches, self._micro_batch_size, self._memory):
-            self._places.check(self.model, rows_of, inputs, targets, runs=len(self.nodes))
-            rows_of(inputs, targets, where=where).clamped_sums(self._clamp, len(self.nodes), onto=sums)
+        nodes = [self.nodes[i] for i in self._own]
+        for inputs, targets, where in stacked_batches(nodes, batches, self._micro_batch_size, self._memory):
+            self._places.check(self.model, rows_of, inputs, targets, runs=len(nodes))
+            rows_of(inputs, targets, where=where).clamped_sums(self._clamp, len(nodes), onto=sums)
         return total.div_(self._batch_size)
 
     def _by_parameter(self, vectors: Tensor) -> dict[str, Tensor]:
@@ -188,8 +261,9 @@ class SDMDSGD:
         }
 
     @torch.no_grad()
-    def _average(self) -> None:
-        mean = self._by_parameter(self.node_vectors.mean(0, keepdim=True))
+    def _average(self, vectors: Tensor | None = None) -> None:
+        vectors = self.node_vectors[: len(self._own)] if vectors is None else vectors
+        mean = self._by_parameter(vectors.mean(0, keepdim=True))
         for name, p in members_of(self.model).trainable.items():
             p.copy_(mean[name][0])
 
@@ -209,6 +283,7 @@ class SDMDSGD:
         `accounting="published"` is the figure of the paper's Theorem 1, which is not a guarantee.
         """
         if accounting == "exact":
+            self._count_others()
             return largest_epsilon(self.ledgers, delta)
         if accounting != "published":
             raise ValueError(f"accounting: got {accounting!r}, must be 'exact' or 'published'")
@@ -250,7 +325,8 @@ class SDMDSGD:
         checks.positive("clamp", clamp)
         checks.positive("batch_size", batch_size)
         checks.whole("mask_seed", mask_seed, low=0)
-        kept = most_kept(width, keep_probability, mask_seed, len(check_clients(nodes, "nodes")), rounds)
+        parties = len(shared_out(nodes, given(arguments.get("ranks")), "nodes")[0])
+        kept = most_kept(width, keep_probability, mask_seed, parties, rounds)
         unit = clamp * math.sqrt(max(rounded_up(kept[0]), 1)) / batch_size
 
         def event(z: float) -> Event:
@@ -285,11 +361,15 @@ class SDMDSGD:
         return algorithm
 
     def state_dict(self) -> dict[str, Any]:
-        """Every node's weights, counters and ledgers; no key. See `dpk.checkpoint`."""
+        """Every node's weights, counters and ledgers; no key. See `dpk.checkpoint`.
+
+        All ranks must call it together; each gets all of it.
+        """
+        self._count_others()
         return {
-            "node_vectors": self.node_vectors,
+            "node_vectors": self.gathered(),
             "round": self.round,
-            "bytes_sent": self.bytes_sent,
+            "bytes_sent": sum(self.ranks.gather(self.bytes_sent)),
             "mask_seed": self._mask_seed,
             "releases": [noise.releases for noise in self._noises],
             "ledgers": [ledger.state_dict() for ledger in self.ledgers],
@@ -299,37 +379,20 @@ class SDMDSGD:
         """Go on where another run was, into an algorithm made with the same arguments that has not stepped yet."""
         if state["mask_seed"] != self._mask_seed:
             raise ValueError(f"mask_seed: is {state['mask_seed']} in the saved run, must be {self._mask_seed} as here")
-        if state["node_vectors"].shape != self.node_vectors.shape:
+        if state["node_vectors"].shape != (len(self.nodes), self.width):
             raise ValueError(
                 f"node_vectors: are {tuple(state['node_vectors'].shape)} in the saved run, must be "
-                f"{tuple(self.node_vectors.shape)} as here: nodes, and numbers of each"
+                f"{(len(self.nodes), self.width)} as here: nodes, and numbers of each"
             )
         for ledger, saved in zip(self.ledgers, state["ledgers"], strict=True):
             ledger.load_state_dict(saved)
         for noise, releases in zip(self._noises, state["releases"], strict=True):
             noise.skip(releases)
-        self.node_vectors.copy_(state["node_vectors"])
-        self.transport.bytes_sent = int(state["bytes_sent"])
-        self._start(int(state["round"]))
+        self.node_vectors.copy_(state["node_vectors"][self.followed])
+        self.transport.bytes_sent = int(state["bytes_sent"]) if self.ranks.rank == 0 else 0
+        self._counted = int(state["round"])
+        self._start(self._counted)
         self._average()
-
-
-def mask_seed_of(mask_seed: int, number: int, node: int) -> int:
-    """The seed of a node's mask in a round: public, as all masks are."""
-    return (mask_seed + (number << 20) + node) % 2**63  # seeds that differ have nothing in common
-
-
-def most_kept(width: int, keep_probability: float, mask_seed: int, nodes: int, rounds: int) -> list[int]:
-    """How many coordinates rounds keep, largest first, for a node no better than any: the most at each place."""
-    checks.whole("rounds", rounds, low=1)
-    nothing = torch.zeros(width)
-
-    def of_node(i: int) -> Iterator[int]:
-        for number in range(rounds):
-            yield len(dpk.sparsify(nothing, keep_probability, seed=mask_seed_of(mask_seed, number, i)).values)
-
-    by_node = [sorted(of_node(i), reverse=True) for i in range(nodes)]
-    return [max(numbers) for numbers in zip(*by_node, strict=True)]
 
 
 def _noise_scale(order: str, keep_probability: float) -> float:

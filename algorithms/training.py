@@ -186,6 +186,11 @@ class Run:
             self.algorithm.step()
         self.done += 1
 
+    def bring_together(self) -> None:
+        """The model becomes that of all ranks, where each has nodes of its own. All of them must call it."""
+        if isinstance(self.algorithm, SDMDSGD):
+            self.algorithm.gathered()
+
     def epsilon(self) -> float:
         """Spent so far."""
         return float(self.algorithm.epsilon(self.delta))

@@ -15,10 +15,12 @@ from dpkernels import checks
 from dpkernels.gradients import batch_of
 from dpkernels.members import members_of
 from dpkernels.places import Places
+from dpkernels.ranks import ALONE, Ranks, given
 from dpkernels.reference import wide_type
 
-from .federation import check_clients
+from .federation import shared_out
 from .micro_batches import check_size, memory_for_rows, micro_batches
+from .together import add_up_
 
 Sum = dict[str, Tensor]  # by parameter
 RowsOf = Callable[[Any, Any], list[tuple[dpk.PerSample, float, float]]]  # rows, bound, weight
@@ -29,7 +31,7 @@ class TwoPoints:
 
     ledgers: list[dpk.accounting.Ledger]
     _noises: list[dpk.Gaussian]
-    _estimates: list[Sum]  # of the gradient
+    _estimates: list[Any]  # of the gradient; None where it is another rank's
 
     def __init__(
         self,
@@ -41,13 +43,16 @@ class TwoPoints:
         micro_batch_size: int | None,
         max_bytes: int | None,
         secure: bool,
+        ranks: Ranks | None,
     ) -> None:
         if not members_of(model).trainable:
             raise ValueError("model: has no parameter that requires grad, must have at least one")
         check_size(micro_batch_size, secure=secure)
         self.model = model
         self.loss_fn = loss_fn
-        self.clients = check_clients(clients)
+        self.ranks = given(ranks)
+        self.clients, self._sizes = shared_out(clients, self.ranks)
+        self._own = self.ranks.share(len(self.clients))  # the clients of this rank
         self.round = 0
         self.bytes_sent = 0
         self._lr = checks.number("lr", lr, low=0)
@@ -56,7 +61,6 @@ class TwoPoints:
         self._micro_batch_size = micro_batch_size
         self._secure, self._places = secure, Places(secure=secure)
         self._max_bytes = memory_for_rows(max_bytes, secure=secure)
-        self._sizes = [batch_of(*client) for client in self.clients]
 
     @property
     def width(self) -> int:
@@ -96,20 +100,26 @@ class TwoPoints:
         return {n: torch.zeros_like(p, dtype=wide_type(p.dtype)) for n, p in members_of(self.model).trainable.items()}
 
     def _released(
-        self, rows_of: RowsOf, parts: Sequence[tuple[Any, Any, float]], noise: dpk.Gaussian, std: float, row_norm: float
+        self,
+        rows_of: RowsOf,
+        parts: Sequence[tuple[Any, Any, float]],
+        noise: dpk.Gaussian,
+        std: float,
+        row_norm: float,
+        ranks: Ranks = ALONE,
     ) -> Sum:
-        """The sum over (inputs, targets, weight) of weight * clipped rows, with noise of `std`.
+        """The sum over (inputs, targets, weight) of weight * clipped rows, with noise of `std`; over all `ranks`.
 
         One record's row in it has at most `row_norm`. It may lie in memory that the next one uses again.
         """
-        total = self._clipped_sum(rows_of, parts)
-        dpk.add_gaussian_(list(total.values()), noise.with_std(std), sensitivity=row_norm)
+        total = self._clipped_sum(rows_of, parts, together=ranks.size > 1)
+        add_up_(ranks, list(total.values()), noise.with_std(std), sensitivity=row_norm, by_first=True)
         return total
 
-    def _clipped_sum(self, rows_of: RowsOf, parts: Sequence[tuple[Any, Any, float]]) -> Sum:
+    def _clipped_sum(self, rows_of: RowsOf, parts: Sequence[tuple[Any, Any, float]], together: bool) -> Sum:
         """In micro-batches, of which only the sum is kept: in float64 if there is more than one."""
         size = self._micro_batch_size
-        alone = len(parts) == 1 and (size is None or batch_of(*parts[0][:2]) <= size)
+        alone = not together and len(parts) == 1 and (size is None or batch_of(*parts[0][:2]) <= size)
         dtype = None if alone and not self._secure else torch.float64
         memory: list[Any] = self._spare if alone else [None, None]
         total: Sum = {}
@@ -122,16 +132,22 @@ class TwoPoints:
         return total
 
     def state_dict(self) -> dict[str, Any]:
-        """Weights of two rounds, estimates, counters and ledgers; no key. See `dpk.checkpoint`."""
+        """Weights of two rounds, estimates, counters and ledgers; no key. See `dpk.checkpoint`.
+
+        All ranks must call it together; each gets all of it.
+        """
         return {
             "model": self.model.state_dict(),
             "earlier": self._earlier.state_dict(),
-            "estimates": self._estimates,
+            "estimates": self._all_estimates(),
             "round": self.round,
             "bytes_sent": self.bytes_sent,
             "releases": [noise.releases for noise in self._noises],
             "ledgers": [ledger.state_dict() for ledger in self.ledgers],
         }
+
+    def _all_estimates(self) -> list[Sum]:
+        return self._estimates
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where another run was, into an algorithm made with the same arguments that has not stepped yet."""
@@ -140,7 +156,7 @@ class TwoPoints:
         for noise, releases in zip(self._noises, state["releases"], strict=True):
             noise.skip(releases)
         for estimate, saved in zip(self._estimates, state["estimates"], strict=True):
-            for name, t in estimate.items():
+            for name, t in estimate.items() if estimate is not None else ():
                 t.copy_(saved[name])
         self.model.load_state_dict(state["model"])
         self._earlier.load_state_dict(state["earlier"])

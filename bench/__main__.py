@@ -1,7 +1,7 @@
 """`python -m bench [KIND] [words]`: time the library against its peers.
 
-KIND is ops, training, scaling, local, differences or decentralised; all of them without one. Words behind `ops` pick
-cases by name (pytest's -k), behind the others models. Besides:
+KIND is ops, training, scaling, local, differences, decentralised or scale; all of them without one. Words behind `ops`
+pick cases by name (pytest's -k), behind the others models. Besides:
 
     fashion DIRECTORY          trains by two algorithms on Fashion-MNIST; an hour
     papers DIRECTORY [which]   what the papers of the federated algorithms show, in small; minutes
@@ -29,6 +29,7 @@ from dpkernels.bench import (
     opacus_examples,
     papers,
     roofline,
+    scale,
     scaling,
     soundness,
     training,
@@ -53,7 +54,7 @@ if __name__ == "__main__":
     if kind in ("gpu_kernels", "roofline"):
         {"gpu_kernels": gpu_kernels, "roofline": roofline}[kind].main()
         sys.exit()
-    timed = ("all", "ops", "training", "scaling", "local", "differences", "decentralised")
+    timed = ("all", "ops", "training", "scaling", "local", "differences", "decentralised", "scale")
     if kind not in timed:
         sys.exit(
             f"bench: got {kind!r}, must be one of {', '.join(timed)}, fashion, papers, "
@@ -70,4 +71,6 @@ if __name__ == "__main__":
         differences.main(words)
     if kind in ("all", "decentralised"):
         decentralised.main()
+    if kind in ("all", "scale"):
+        scale.main()
     sys.exit(status)

@@ -18,7 +18,7 @@ from torch.func import functional_call, grad, vmap
 
 import dpkernels as dpk
 from dpkernels.algorithms import SDMDSGD, problems, topologies
-from dpkernels.algorithms.sdm_dsgd import mask_seed_of
+from dpkernels.algorithms.masks import mask_seed_of
 from dpkernels.bench import harness
 from dpkernels.bench.training import timed
 

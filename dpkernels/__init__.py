@@ -10,7 +10,7 @@ Per-sample tensors in hand, one call clips, sums and noises them::
 The names below are the public API.
 """
 
-from dpkernels import accounting, audit, checkpoint, clipping, sampling
+from dpkernels import accounting, audit, checkpoint, clipping, ranks, sampling
 from dpkernels.dense import (
     ClippedSum,
     SparseMessage,
@@ -49,6 +49,7 @@ __all__ = [
     "explain",
     "local_updates",
     "per_sample_gradients",
+    "ranks",
     "sampling",
     "sparsify",
 ]

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 import dpkernels
-from dpkernels import accounting, ops, train
+from dpkernels import accounting, ops, ranks, train
 
 PEERS = {"opacus": "Opacus", "backpack": "BackPACK"}
 
@@ -122,12 +122,17 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    options = _parser().parse_args(arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    options = _parser().parse_args(given)
+    options.arguments = given
     try:
         return int(options.run(options))
     except (ValueError, OSError) as error:
         print(f"dpkernels {options.command}: {error}", file=sys.stderr)
         return 2
+    except ranks.RankError as error:
+        print(f"dpkernels {options.command}: {error}", file=sys.stderr)
+        return 3
 
 
 if __name__ == "__main__":

@@ -132,6 +132,11 @@ class Ledger:
             self.reproducible = self.reproducible or drawn is not None
 
     @property
+    def batch_waits(self) -> bool:
+        """Whether our sampler has drawn a batch for the next release."""
+        return self._batch_waits
+
+    @property
     def sampling(self) -> str:
         """Whether it was seen: "none" is claimed, "verified" (each release had a batch of our sampler) or "claimed"."""
         if self.fixed_size is None and self.sampling_rate == 1:
@@ -220,6 +225,15 @@ class Ledger:
             "verified": self._verified,
             "releases": [[z, sampled, int(count)] for (z, sampled), count in self._counts.items()],
         }
+
+    def follow(self, state: dict[str, Any]) -> None:
+        """Take over what the same ledger on another rank has, which must be all of this one's entries and more."""
+        there = {(z, sampled): count for z, sampled, count in state["releases"]}
+        for kind, count in self._counts.items():
+            if there.get(kind, 0) < int(count):
+                raise ValueError(f"ledger: has {int(count)} releases at multiplier {kind[0]:g}, must have no more here")
+        self._counts.clear()
+        self.load_state_dict(state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """What another ledger had, into this one, which must be empty and make the same claims."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dpkernels import checks
+from dpkernels.ranks import Ranks
 from dpkernels.reference_noise import LATTICE_BITS, lattice
 
 
@@ -82,6 +83,10 @@ class Gaussian:
             other._stream, other._lock, other._reproducible = self._stream, self._lock, self._reproducible
         return other
 
+    def share_key(self, ranks: Ranks) -> None:
+        """Take the first rank's key: all ranks then draw the same noise, which they may add to the same sum only."""
+        self._stream.copy_(ranks.from_rank(self._stream.clone()))
+
     @property
     def std(self) -> float:
         """The standard deviation, fixed for good: another std is another Gaussian."""
@@ -147,6 +152,10 @@ class Gaussian:
             return self._take(), self._std
         with self._lock:
             return self._take(), self._std
+
+    def follow(self, sensitivity: float, width: int) -> None:
+        """Another rank makes this release: it is entered here too and its number taken, and nobody here draws it."""
+        self.release(sensitivity, width)
 
     def _take(self) -> Tensor:
         stream = self._stream.clone()

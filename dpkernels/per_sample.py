@@ -87,6 +87,7 @@ class PerSample:
         scale: float = 1.0,
         out: Mapping[str, Tensor] | None = None,
         where: Tensor | None = None,
+        exact: bool | None = None,
     ) -> ClippedSum:
         """Clip each row, sum over samples, add noise; `sum` is a dict of tensors like the parameters.
 
@@ -100,6 +101,7 @@ class PerSample:
             scale: what the noisy sum is multiplied by.
             out: contiguous tensors to put the sum into, by name; new ones where there is none that fits.
             where: bool [B], the samples to count; others are padding.
+            exact: False has factors multiplied in their own precision although `dtype` is float64.
 
         Sensitivity of the sum: `clip` under add-remove, twice that under replace-one, times `scale`; see
         `rule.sensitivity`. `norms` are those of the rows before clipping: NOT private.
@@ -111,7 +113,8 @@ class PerSample:
         if where is not None:
             checks.samples("where", where, self.batch_size)
         scale = checks.number("scale", scale, low=-math.inf)
-        exact = onto is not None or dtype == torch.float64 or (noise is not None and noise.secure)
+        exact = dtype == torch.float64 if exact is None else bool(exact)
+        exact = exact or onto is not None or (noise is not None and noise.secure)
         squares, uppers = self._squares(rounded=not exact)
         keep = uppers.sum(1).isfinite()
         keep = keep if where is None else keep & where.to(keep.device)
@@ -304,8 +307,10 @@ class PerSample:
         if len(parts) != 1 or parts[0].place is not None:
             return None
         found = sums.product_sum(factors.zero_samples(parts[0].matrix, keep), weights, target)
-        if found is None or found.dtype != target.dtype:
+        if found is None or torch.promote_types(found.dtype, target.dtype) != target.dtype:
             return None
+        if found.dtype != target.dtype:
+            return target.copy_(found.view(target.shape))
         return target if found.data_ptr() == target.data_ptr() else found.view(target.shape)
 
     def _exact(self, shape: Shape, parts: list[Part], weights: Tensor, keep: Tensor | None = None) -> Tensor:

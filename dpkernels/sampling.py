@@ -24,12 +24,20 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from dpkernels import checks
 from dpkernels.ledger import Ledger
 from dpkernels.nested import map_tensors
+from dpkernels.ranks import Ranks, given
 
 _POISSON, _FIXED = 1, 2  # purposes, so that the two kinds of batches share no randomness
 
 
 def poisson(
-    n: int, rate: float, steps: int, seed: int | None = None, *, start: int = 0, ledger: Ledger | None = None
+    n: int,
+    rate: float,
+    steps: int,
+    seed: int | None = None,
+    *,
+    start: int = 0,
+    ledger: Ledger | None = None,
+    ranks: Ranks | None = None,
 ) -> Poisson:
     """`steps` batches of indices below `n`, each index in each batch with probability `rate`, independently.
 
@@ -37,8 +45,11 @@ def poisson(
     Takes time in proportion to the size of batches, not to n.
 
     A `ledger` that claims such sampling is told of every batch, and so knows which releases had one.
+
+    Of several `ranks` (the current ones unless given, see `dpk.ranks`) each gets the indices of its own share of the
+    records, `ranks.share(n)`, drawn by itself: all of them together are such a batch, with a seed that of one process.
     """
-    return Poisson(n, rate, steps, seed, start, ledger)
+    return Poisson(n, rate, steps, seed, start, ledger, given(ranks))
 
 
 def fixed_size(
@@ -93,9 +104,12 @@ class Poisson(Batches):
 
     _purpose = _POISSON
 
-    def __init__(self, n: int, rate: float, steps: int, seed: int | None, start: int, ledger: Ledger | None) -> None:
+    def __init__(
+        self, n: int, rate: float, steps: int, seed: int | None, start: int, ledger: Ledger | None, ranks: Ranks
+    ) -> None:
         super().__init__(n, steps, seed, start, ledger)
         self.rate = checks.number("rate", rate, low=0, high=1)
+        self._share = ranks.share(n)
         if ledger is not None:
             ledger.check_claim(**self._claim)
 
@@ -104,19 +118,27 @@ class Poisson(Batches):
         return {"sampling_rate": self.rate}
 
     def _draw(self, words: Callable[[int], np.ndarray]) -> np.ndarray:
+        share = self._share
+        if self.seed is None:
+            return self._below(len(share), words) + share.start
+        drawn = self._below(self.n, words)  # of all, so that it does not depend on how many ranks there are
+        first, end = np.searchsorted(drawn, (share.start, share.stop))
+        return drawn[first:end]
+
+    def _below(self, n: int, words: Callable[[int], np.ndarray]) -> np.ndarray:
         """Gaps between chosen indices are geometric: floor(log u / log(1 - rate)) are passed over."""
-        if self.rate == 1 or self.n == 0:
-            return np.arange(self.n, dtype=np.int64)
+        if self.rate == 1 or n == 0:
+            return np.arange(n, dtype=np.int64)
         if self.rate == 0:
             return np.zeros(0, dtype=np.int64)
-        mean = self.n * self.rate
+        mean = n * self.rate
         at_a_time = int(mean + 6 * math.sqrt(mean) + 16)
         parts, last = [], -1
-        while last < self.n:
+        while last < n:
             uniform = (words(at_a_time) >> np.uint64(11)).astype(np.float64) + 1  # 1 .. 2^53
             passed = np.log(uniform * 2.0**-53) / math.log1p(-self.rate)
-            places = last + np.cumsum(np.minimum(np.floor(passed), self.n).astype(np.int64) + 1)
-            parts.append(places[places < self.n])
+            places = last + np.cumsum(np.minimum(np.floor(passed), n).astype(np.int64) + 1)
+            parts.append(places[places < n])
             last = int(places[-1])
         return np.concatenate(parts)
 

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import platform
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 
 import dpkernels
-from dpkernels import checkpoint, plot
+from dpkernels import checkpoint, checks, plot, ranks
 
 SHOWN = 20  # how often epsilon and the score are computed in a run
 
@@ -36,6 +37,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, help="directory for what it leaves (default runs/DATA-ALGORITHM)")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint there")
     parser.add_argument("--checkpoint-every", type=int, default=50, metavar="STEPS")
+    parser.add_argument(
+        "--ranks", type=int, metavar="N", help="train on N processes of this machine, as torchrun would"
+    )
+    parser.add_argument(
+        "--rank-timeout", type=float, default=60.0, metavar="SECONDS", help="after which a silent rank ends the others"
+    )
     parser.add_argument("--json", action="store_true", help="print the record as JSON, and nothing else, to stdout")
     parser.add_argument(
         "--show-private-metrics", action="store_true", help="also the training loss, which is NOT private"
@@ -46,6 +53,9 @@ def run(options: argparse.Namespace) -> int:
     """Train; the exit code."""
     from dpkernels.algorithms import training
 
+    if options.ranks is not None and checks.whole("--ranks", options.ranks, low=1) > 1 and not ranks.started():
+        return _on_ranks(options.ranks, options.arguments)
+    together = ranks.current(options.rank_timeout)
     if options.checkpoint_every < 1:
         raise ValueError(f"--checkpoint-every: got {options.checkpoint_every}, must be at least 1")
     task = training.task(options.data, options.data_dir, options.seed)
@@ -63,16 +73,21 @@ def run(options: argparse.Namespace) -> int:
     saved = out / "checkpoint"
     history: list[dict[str, float]] = []
     if options.resume:
-        state = checkpoint.load(saved)
+        with together.doing("the checkpoint"):
+            state = together.from_rank(checkpoint.load(saved) if together.rank == 0 else None)
         history = state.pop("history")
         private.load_state_dict(state)
-        print(f"going on from step {private.done} of {private.steps}", file=sys.stderr)
+        if together.rank == 0:
+            print(f"going on from step {private.done} of {private.steps}", file=sys.stderr)
     elif saved.exists():
         raise ValueError(f"--out: {out} has a checkpoint; use --resume to go on, or another directory")
-    watch = _Watch(private, history, options.show_private_metrics)
+    quiet = together.rank > 0  # one of them speaks and writes
+    watch = _Watch(private, history, options.show_private_metrics, quiet)
 
     def save() -> None:
-        checkpoint.save(saved, {**private.state_dict(), "history": history})
+        state = private.state_dict()
+        if not quiet:
+            checkpoint.save(saved, {**state, "history": history})
 
     try:
         while private.done < private.steps:
@@ -81,10 +96,15 @@ def run(options: argparse.Namespace) -> int:
                 save()
     except KeyboardInterrupt:
         watch.end_line()
+        if together.size > 1:  # others may be elsewhere
+            print(f"stopped; what was saved last is in {saved}, and --resume goes on from there", file=sys.stderr)
+            return 130
         save()
         print(f"stopped at step {private.done}; the same command with --resume goes on", file=sys.stderr)
         return 130
     watch.end_line()
+    if quiet:
+        return 0
     saved.unlink(missing_ok=True)
     record = _record(private, options, history, watch.seconds)
     _leave(out, record, task)
@@ -93,6 +113,14 @@ def run(options: argparse.Namespace) -> int:
     else:
         print(_words(record, out))
     return 0
+
+
+def _on_ranks(count: int, arguments: list[str]) -> int:
+    """The same command line by so many processes, which torchrun starts and watches."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
+    threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))}
+    command += ["-m", "dpkernels", *arguments]
+    return subprocess.run(command, check=False, env={**os.environ, **threads}).returncode
 
 
 def _constants(given: list[str]) -> dict[str, float]:
@@ -112,8 +140,8 @@ class _Watch:
     Shown are epsilon so far and the score on the public test set, both free of training data but through the weights.
     """
 
-    def __init__(self, private: Any, history: list[dict[str, float]], show_loss: bool) -> None:
-        self._private, self._history, self._show_loss = private, history, show_loss
+    def __init__(self, private: Any, history: list[dict[str, float]], show_loss: bool, quiet: bool) -> None:
+        self._private, self._history, self._show_loss, self._quiet = private, history, show_loss, quiet
         self._every = max(1, private.steps // SHOWN)
         self._moves = sys.stderr.isatty()
         self.seconds = 0.0
@@ -126,6 +154,9 @@ class _Watch:
         self._timed += 1
         private = self._private
         if private.done % self._every == 0 or private.done == private.steps:
+            private.bring_together()
+            if self._quiet:
+                return
             entry = {"step": private.done, "epsilon": private.epsilon(), private.task.measure: private.task.score()}
             if self._show_loss:
                 entry["training loss (NOT private)"] = private.task.train_loss()
@@ -136,7 +167,7 @@ class _Watch:
             print(f"\r{line}   " if self._moves else line, end="" if self._moves else "\n", file=sys.stderr, flush=True)
 
     def end_line(self) -> None:
-        if self._moves:
+        if self._moves and not self._quiet:
             print(file=sys.stderr)
 
 
@@ -156,6 +187,7 @@ def _record(
         "epsilon": last["epsilon"],
         "delta": options.delta,
         "reproducible": options.seed is not None,
+        "ranks": ranks.current().size,
         private.task.measure: last[private.task.measure],
         "seconds_per_step": seconds / max(private.steps, 1),
         "history": history,

@@ -123,6 +123,21 @@ def test_an_interrupted_run_goes_on(tmp_path):
     assert [entry["step"] for entry in record["history"]] == list(range(20, 401, 20))
 
 
+def test_two_ranks_leave_what_one_process_leaves(tmp_path):
+    words = ["-m", "dpkernels", "train", "--steps", "6", "--seed", "3", "--epsilon", "20", "--json"]
+    records = [
+        json.loads(run(*words, "--ranks", ranks, "--out", tmp_path / ranks).stdout.strip().splitlines()[-1])
+        for ranks in ("1", "2")
+    ]
+    assert [record["ranks"] for record in records] == [1, 2]
+    assert records[0]["history"] == records[1]["history"]
+    one, two = (torch.load(tmp_path / ranks / "model.pt") for ranks in ("1", "2"))
+    torch.testing.assert_close(two, one, rtol=1e-5, atol=1e-6)
+    refused = run(*words, "--algorithm", "diff2", "--ranks", "4", "--out", tmp_path / "4")
+    assert refused.returncode != 0
+    assert "ranks: there are 4, must be at most as many as clients, 2" in refused.stderr
+
+
 def test_audit(capsys):
     assert cli.main(["audit", "--canaries", "200"]) == 0
     assert "the claim stands" in capsys.readouterr().out

@@ -26,12 +26,12 @@ def test_code_blocks_run_in_order(page, capsys, tmp_path, monkeypatch):
         assert shown.strip() in page.read_text()
     if page.stem == "ops":
         assert 0 < float(shown) < 10
-    if page.stem in ("opacus", "algorithms"):
+    if page.stem in ("opacus", "algorithms", "ranks"):
         assert 0 < names["epsilon"] < 10
 
 
 def test_every_way_of_use_has_a_page_with_an_example():
-    for name in ("ops", "engine", "opacus", "algorithms"):
+    for name in ("ops", "engine", "opacus", "algorithms", "ranks"):
         assert f"docs/{name}.md" in README.read_text()
         assert blocks(ROOT / "docs" / f"{name}.md")
 

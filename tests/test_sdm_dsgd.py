@@ -11,8 +11,8 @@ from torch import nn
 import dpkernels as dpk
 from dpkernels.algorithms import SDMDSGD, topologies
 from dpkernels.algorithms.federation import seed_of
+from dpkernels.algorithms.masks import mask_seed_of
 from dpkernels.algorithms.problems import cross_entropy, softplus_regression, squared_loss
-from dpkernels.algorithms.sdm_dsgd import mask_seed_of
 from tests import truth
 from tests.test_diff2 import check_resumed, noises, put, weights
 

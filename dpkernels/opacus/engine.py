@@ -31,6 +31,7 @@ from dpkernels.noise import Gaussian, std_for
 from dpkernels.opacus.loader import HandOuts, Noted, PoissonBatches, PrivateLoader, other_loader, poisson_loader
 from dpkernels.opacus.module import PrivateModule, Reduction
 from dpkernels.opacus.optimizer import PrivateOptimizer
+from dpkernels.ranks import current
 
 ACCOUNTANTS = ("prv", "rdp", "pld")
 MODES = ("hooks", "functorch", "ew", "ghost", "no_op")
@@ -123,6 +124,11 @@ class PrivacyEngine:
                 size of a batch; the loader's batch size in secure mode, else as the loop calls it.
         """
         _refuse_others(batch_first, grad_sample_mode, others)
+        if current().size > 1:
+            raise ValueError(
+                f"ranks: there are {current().size}, must be one: a loop written for Opacus runs in one process here. "
+                "Use dpkernels.algorithms.DPSGD, which runs on several"
+            )
         if not isinstance(data_loader, DataLoader):
             raise ValueError(f"data_loader: got a {type(data_loader).__name__}, must be a torch DataLoader")
         if self.secure_mode and noise_generator is not None:

@@ -29,6 +29,7 @@ from torch.utils.data import (
 from dpkernels import checks, sampling
 from dpkernels.ledger import Ledger
 from dpkernels.nested import rebuilt
+from dpkernels.ranks import ALONE
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,9 @@ class PoissonBatches(Sampler[list[int]]):
         return self.steps
 
     def __iter__(self) -> Iterator[list[int]]:
-        for indices in sampling.poisson(self.num_samples, self.sample_rate, self.steps, self.seed, start=self.drawn):
+        for indices in sampling.poisson(
+            self.num_samples, self.sample_rate, self.steps, self.seed, start=self.drawn, ranks=ALONE
+        ):
             self.drawn += 1
             yield indices.tolist()
 

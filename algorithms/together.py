@@ -1,0 +1,58 @@
+"""What the ranks of one run do together: meet, and add up what is released."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import dpkernels as dpk
+from dpkernels import ops
+from dpkernels.members import members_of
+from dpkernels.ranks import Ranks
+
+
+def meet(ranks: Ranks, algorithm: object, model: nn.Module, seed: int | None, **settings: Any) -> None:
+    """All ranks must train the same, by the same code; they start from the first one's weights."""
+    if ranks.size == 1:
+        return
+    members = members_of(model)
+    facts: dict[str, Any] = {
+        "dpkernels": dpk.__version__,
+        "torch": torch.__version__,
+        "kernels": "reference" if ops.native is None else ops.native.active_isa(),
+        "algorithm": type(algorithm).__name__,
+        # a seed is as secret as the noise, and errors are printed
+        "seed": None if seed is None else "one that begins with " + hashlib.sha256(str(seed).encode()).hexdigest()[:8],
+        **settings,
+    }
+    for kind, tensors in (("parameter", members.parameters), ("buffer", members.buffers)):
+        for name, t in tensors.items():
+            facts[f"{kind} {name}"] = f"{tuple(t.shape)} of {t.dtype}" + ("" if t.requires_grad else ", frozen")
+    with ranks.doing("the start"):
+        ranks.agree(facts)
+        with torch.no_grad():
+            ranks.spread_([p.detach() for p in members.parameters.values()])
+        for name, saved in ranks.from_rank(dict(members.buffers)).items():
+            members.buffers[name].copy_(saved)
+
+
+def add_up_(
+    ranks: Ranks, totals: Sequence[Tensor], noise: dpk.Gaussian, *, sensitivity: float, by_first: bool = False
+) -> None:
+    """The sum of all ranks' totals, with noise once, in place; every rank's ledger has the entry before.
+
+    All ranks have the same key and add the same noise. `by_first`, and with secure noise, the first rank alone has a
+    key that counts: it adds the noise, and others see only what it then sends.
+    """
+    by_first = by_first or noise.secure
+    ranks.sum_(totals, to=0 if by_first else None)
+    if ranks.rank == 0 or not by_first:
+        dpk.add_gaussian_(list(totals), noise, sensitivity=sensitivity)
+    else:
+        noise.follow(sensitivity, sum(t.numel() for t in totals))
+    if by_first:
+        ranks.spread_(totals)
