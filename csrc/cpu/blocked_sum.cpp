@@ -14,20 +14,20 @@
 namespace dpk {
 namespace {
 
-constexpr int max_block = 32, uncached_block = 8;
+constexpr int min_block = 2, max_block = 32;
+constexpr int64_t shared_cache_bytes = 1 << 23;  // a part of the last level, which others use too
 constexpr int64_t max_slots = 16, samples_per_slot = 64;
 constexpr int64_t long_row_bytes = int64_t{1} << 17;
 constexpr int64_t grain_elements = 1 << 15;
-constexpr int64_t block_bytes = 1 << 16;
 
-// Most of each thread's own cache. Blocks do not change the result.
+// Most of each thread's own second-level cache. Blocks do not change the result.
 int64_t cache_bytes() {
 #if defined(_SC_LEVEL2_CACHE_SIZE)
   static const int64_t found = sysconf(_SC_LEVEL2_CACHE_SIZE);
 #else
   static const int64_t found = 0;
 #endif
-  return std::clamp<int64_t>(found > 0 ? found : 1 << 20, 1 << 18, 1 << 22) * 5 / 8;
+  return std::clamp<int64_t>(found > 0 ? found : 1 << 20, 1 << 18, 1 << 22) * 13 / 16;
 }
 
 struct Tile {
@@ -171,8 +171,8 @@ class BlockedSum {
     }
   }
 
-  // Adds the block's rows to the sum over one tile. The next `ahead` samples are fetched meanwhile.
-  void accumulate(const Block& block, const Tile& t, double* sum, int ahead) const {
+  // Adds the block's rows to the sum over one tile.
+  void accumulate(const Block& block, const Tile& t, double* sum) const {
     Row rows[max_block];
     int live = 0;
     for (int r = 0; r < block.rows; ++r) {
@@ -180,42 +180,43 @@ class BlockedSum {
       const double* c = &block.coefficient[static_cast<size_t>((r * p_.groups + t.group) * 3)];
       rows[live++] = {now_at(t, block.first + r), before_at(t, block.first + r), {c[0], c[1], c[2]}};
     }
-    const Column& column = p_.columns[static_cast<size_t>(t.column)];
-    const char* fetch[2 * max_block];
-    int fetches = 0;
-    for (int k = 0; k < ahead; ++k) {
-      fetch[fetches++] = now_at(t, block.first + block.rows + k);
-      if (column.before && column.before_stride) fetch[fetches++] = before_at(t, block.first + block.rows + k);
+    const int element = static_cast<int>(p_.columns[static_cast<size_t>(t.column)].element);
+    kernels_.accumulate[static_cast<int>(p_.form)][element](sum, t.length, rows, live);
+  }
+
+  // On to the next samples, at most `capacity` of them, before `end`; false if there are none.
+  static bool next_block(Block& block, int64_t end, int64_t capacity) {
+    block.first += block.rows;
+    block.rows = static_cast<int>(std::min(capacity, end - block.first));
+    std::fill(block.products.begin(), block.products.end(), 0.0);
+    return block.rows > 0;
+  }
+
+  // Samples in a block: as many as fit the caches of the threads that share it, or a few, which the last level may
+  // hold.
+  int64_t rows_for(int64_t threads) const {
+    const int64_t fit = cache_bytes() * threads / row_bytes_;
+    return std::clamp<int64_t>(fit >= min_block ? fit : shared_cache_bytes / row_bytes_, min_block, max_block);
+  }
+
+  // Inner products of a block over some tiles, in the order of memory: within a column, sample after sample.
+  template <class Take>
+  void read(const Block& block, int64_t begin, int64_t end, const Take& take) const {
+    while (begin < end) {
+      int64_t stop = begin;
+      while (stop < end && tiles_[static_cast<size_t>(stop)].column == tiles_[static_cast<size_t>(begin)].column)
+        ++stop;
+      for (int r = 0; r < block.rows; ++r) {
+        for (int64_t t = begin; t < stop; ++t) take(r, t, tiles_[static_cast<size_t>(t)]);
+      }
+      begin = stop;
     }
-    kernels_.accumulate[static_cast<int>(p_.form)][static_cast<int>(column.element)](sum, t.length, rows, live, fetch,
-                                                                                     fetches);
-  }
-
-  // The block behind `block`, of at most `capacity` samples before `end`.
-  static void follow(const Block& block, int64_t end, int64_t capacity, Block& next) {
-    next.first = block.first + block.rows;
-    next.rows = static_cast<int>(std::min(capacity, end - next.first));
-    std::fill(next.products.begin(), next.products.end(), 0.0);
-  }
-
-  // Samples in a block of short rows: a few are enough to save most reads and writes of the sum, and more than about
-  // four streams from memory at a time are slower (measured).
-  int64_t short_rows() const {
-    return std::clamp<int64_t>(block_bytes / row_bytes_, has_before(p_.form) ? 2 : 3, max_block);
-  }
-
-  // Of long rows, as many as fit the caches of all threads twice (these and the next) beside the sum. Where none does,
-  // enough to make the reads and writes of the sum rare.
-  int64_t long_rows() const {
-    const int64_t room = cache_bytes() * torch::stable::get_num_threads() - sum_size_ * int64_t{sizeof(double)};
-    const int64_t fit = room / (2 * row_bytes_);
-    return fit >= 1 ? std::min<int64_t>(fit, max_block) : uncached_block;
   }
 
   void sum_by_samples() {
-    const int64_t capacity = short_rows();
+    const int64_t capacity = rows_for(1);
     parallel_for(0, slots_, 1, [&](int64_t begin, int64_t end) {
-      Block block = make_block(capacity), next = make_block(capacity);
+      Block block = make_block(capacity);
       double partial[max_products];
       for (int64_t slot = begin; slot < end; ++slot) {
         double* sum = sum_ + slot * sum_size_;
@@ -223,52 +224,45 @@ class BlockedSum {
         const int64_t last = (slot + 1) * p_.batch / slots_;
         block.first = slot * p_.batch / slots_;
         block.rows = 0;
-        while (block.first < last) {
-          follow(block, last, capacity, next);
-          for (const Tile& t : tiles_) {
-            accumulate(block, t, sum + t.sum_at, next.rows);
-            for (int r = 0; r < next.rows; ++r) {
-              gram(t, next.first + r, partial);
-              add(next, r, t, partial);
-            }
-          }
-          apply_rule(next);
-          std::swap(block, next);
+        while (next_block(block, last, capacity)) {
+          read(block, 0, tile_count(), [&](int r, int64_t, const Tile& t) {
+            gram(t, block.first + r, partial);
+            add(block, r, t, partial);
+          });
+          apply_rule(block);
+          for (const Tile& t : tiles_) accumulate(block, t, sum + t.sum_at);
         }
       }
     });
   }
 
   void sum_by_columns() {
-    const int64_t capacity = long_rows();
+    const int64_t capacity = rows_for(torch::stable::get_num_threads());
     const int64_t mean_tile = width_ / tile_count() + 1;
     const int64_t grain = grain_elements / (mean_tile * capacity) + 1;
-    Block block = make_block(capacity), next = make_block(capacity);
+    Block block = make_block(capacity);
     std::vector<double> partial(static_cast<size_t>(capacity * tile_count() * m_));
     const auto partial_at = [&](int row, int64_t tile) {
       return &partial[static_cast<size_t>((row * tile_count() + tile) * m_)];
     };
     std::fill_n(sum_, sum_size_, 0.0);
-    // Of two inputs, a block of long rows and the next one do not fit the last-level cache together: there the next
-    // is read only after this one is summed.
-    const bool together = !has_before(p_.form);
-    while (block.first < p_.batch) {
-      follow(block, p_.batch, capacity, next);
+    // One stretch of threads' work sums a block and reads the next: each thread's columns are then in its own cache.
+    Block next = make_block(capacity);
+    while (next_block(next, p_.batch, capacity) || block.rows > 0) {
       parallel_for(0, tile_count(), grain, [&](int64_t begin, int64_t end) {
         for (int64_t t = begin; t < end; ++t) {
           const Tile& tile = tiles_[static_cast<size_t>(t)];
-          accumulate(block, tile, sum_ + tile.sum_at, together ? next.rows : 0);
-          for (int r = 0; together && r < next.rows; ++r) gram(tile, next.first + r, partial_at(r, t));
+          accumulate(block, tile, sum_ + tile.sum_at);
         }
-        for (int r = 0; !together && r < next.rows; ++r) {
-          for (int64_t t = begin; t < end; ++t) gram(tiles_[static_cast<size_t>(t)], next.first + r, partial_at(r, t));
-        }
+        read(next, begin, end,
+             [&](int r, int64_t t, const Tile& tile) { gram(tile, next.first + r, partial_at(r, t)); });
       });
       for (int r = 0; r < next.rows; ++r) {
         for (int64_t t = 0; t < tile_count(); ++t) add(next, r, tiles_[static_cast<size_t>(t)], partial_at(r, t));
       }
       apply_rule(next);
       std::swap(block, next);
+      next.first = block.first, next.rows = block.rows;
     }
   }
 

@@ -5,9 +5,10 @@
 //   c_i        = rule(products_i)
 //   out        = sum_i value(row_i; c_i) + std * z   from cache; noise as the sum is written
 //
-// Samples go in small blocks, tile of columns by tile: while a tile of one block is summed from cache, the same
-// columns of the next block are fetched from memory, and their inner products are taken while they are there.
-// Two ways to share the work, chosen by shape alone so that the result is too:
+// Samples go in blocks that fit the second-level cache: rows are read one after the other for their inner products, as
+// the hardware fetches best, and then summed from cache, tile of columns by tile. (Fetching the next block by hand
+// while this one is summed was tried and is slower: 1.7 against 1.15 reads, for rows of 8k on a Zen 4.) Two ways to
+// share the work, chosen by shape alone so that the result is too:
 //
 //   by samples   short rows: up to 16 slots of samples, each with its own sum, added in order at the end
 //   by columns   long rows or few samples: threads share the columns of each block

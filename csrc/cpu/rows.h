@@ -34,9 +34,7 @@ struct Row {
 
 struct RowKernels {
   using Gram = void (*)(const char* now, const char* before, int64_t n, double* products);
-  // `fetch` points at columns of the rows that are read next: brought into cache while these rows are summed.
-  using Accumulate = void (*)(double* sum, int64_t n, const Row* rows, int row_count, const char* const* fetch,
-                              int fetch_count);
+  using Accumulate = void (*)(double* sum, int64_t n, const Row* rows, int row_count);
   Gram gram[form_count][element_count];
   Accumulate accumulate[form_count][element_count];
 };

@@ -125,16 +125,15 @@ inline void add_row(Doubles& total, const Row& row, int64_t i) {
 }
 
 template <Form form, class E>
-void accumulate(double* sum, int64_t n, const Row* rows, int row_count, const char* const* fetch, int fetch_count) {
-  constexpr int unroll = 4;
+void accumulate(double* sum, int64_t n, const Row* rows, int row_count) {
+  constexpr int unroll = 8;
   constexpr int64_t step = unroll * double_lanes;
   int64_t i = 0;
   for (; i + step <= n; i += step) {
-    for (int k = 0; k < fetch_count; ++k) fetch_to_use(fetch[k] + i * E::bytes, step * E::bytes);
     Doubles total[unroll];
     for (int u = 0; u < unroll; ++u) total[u] = load<Doubles>(sum + i + u * double_lanes);
     for (int r = 0; r < row_count; ++r) {
-#pragma GCC unroll 4
+#pragma GCC unroll 8
       for (int u = 0; u < unroll; ++u) add_row<form, E>(total[u], rows[r], i + u * double_lanes);
     }
     for (int u = 0; u < unroll; ++u) store(sum + i + u * double_lanes, total[u]);
