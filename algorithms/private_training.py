@@ -82,8 +82,6 @@ class PrivateTraining:
             budget=budget,
             **settings,
         )
-        if self.ranks.size > 1 and seed is None and not secure:
-            self.noise.share_key(self.ranks)
 
     @classmethod
     def with_budget(

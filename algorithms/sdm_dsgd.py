@@ -179,6 +179,7 @@ class SDMDSGD:
         for place, i in enumerate(self.followed):
             vectors[place].index_add_(0, messages[i].indices, messages[i].values)
         self.round += 1
+        self._count_others()
         self._average()
 
     def _kept(self, i: int, move: Tensor, number: int | None = None) -> dpk.SparseMessage:
@@ -195,7 +196,6 @@ class SDMDSGD:
         """None sends if one may not."""
         if self.ledgers[0].budget is None:
             return
-        self._count_others()
         nothing = self._sums.new_zeros(self.width)
         for i, (ledger, noise) in enumerate(zip(self.ledgers, self._noises, strict=True)):
             count = len((kept[i] if i in kept else self._kept(i, nothing)).values)
@@ -283,7 +283,6 @@ class SDMDSGD:
         `accounting="published"` is the figure of the paper's Theorem 1, which is not a guarantee.
         """
         if accounting == "exact":
-            self._count_others()
             return largest_epsilon(self.ledgers, delta)
         if accounting != "published":
             raise ValueError(f"accounting: got {accounting!r}, must be 'exact' or 'published'")
@@ -365,7 +364,6 @@ class SDMDSGD:
 
         All ranks must call it together; each gets all of it.
         """
-        self._count_others()
         return {
             "node_vectors": self.gathered(),
             "round": self.round,

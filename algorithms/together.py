@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import secrets
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,14 +20,14 @@ def meet(ranks: Ranks, algorithm: object, model: nn.Module, seed: int | None, **
     """All ranks must train the same, by the same code; they start from the first one's weights."""
     if ranks.size == 1:
         return
-    members = members_of(model)
+    members, salt = members_of(model), ranks.from_rank(secrets.token_hex(16))
     facts: dict[str, Any] = {
         "dpkernels": dpk.__version__,
         "torch": torch.__version__,
         "kernels": "reference" if ops.native is None else ops.native.active_isa(),
         "algorithm": type(algorithm).__name__,
-        # a seed is as secret as the noise, and errors are printed
-        "seed": None if seed is None else "one that begins with " + hashlib.sha256(str(seed).encode()).hexdigest()[:8],
+        # a seed is as secret as the noise, and errors are printed: hashed with what only ranks know
+        "seed": None if seed is None else hashlib.sha256(f"{salt} {seed}".encode()).hexdigest()[:16],
         **settings,
     }
     for kind, tensors in (("parameter", members.parameters), ("buffer", members.buffers)):
@@ -40,19 +41,15 @@ def meet(ranks: Ranks, algorithm: object, model: nn.Module, seed: int | None, **
             members.buffers[name].copy_(saved)
 
 
-def add_up_(
-    ranks: Ranks, totals: Sequence[Tensor], noise: dpk.Gaussian, *, sensitivity: float, by_first: bool = False
-) -> None:
+def add_up_(ranks: Ranks, totals: Sequence[Tensor], noise: dpk.Gaussian, *, sensitivity: float) -> None:
     """The sum of all ranks' totals, with noise once, in place; every rank's ledger has the entry before.
 
-    All ranks have the same key and add the same noise. `by_first`, and with secure noise, the first rank alone has a
-    key that counts: it adds the noise, and others see only what it then sends.
+    The first rank adds the noise, and no other has its key: so no two ranks can add the same noise to different sums,
+    whatever became of their counters. On the way there, ranks hold parts of the sum without noise.
     """
-    by_first = by_first or noise.secure
-    ranks.sum_(totals, to=0 if by_first else None)
-    if ranks.rank == 0 or not by_first:
-        dpk.add_gaussian_(list(totals), noise, sensitivity=sensitivity)
-    else:
+    if ranks.rank > 0:
         noise.follow(sensitivity, sum(t.numel() for t in totals))
-    if by_first:
-        ranks.spread_(totals)
+    ranks.sum_(totals, to=0)
+    if ranks.rank == 0:
+        dpk.add_gaussian_(list(totals), noise, sensitivity=sensitivity)
+    ranks.spread_(totals)

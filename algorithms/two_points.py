@@ -113,7 +113,7 @@ class TwoPoints:
         One record's row in it has at most `row_norm`. It may lie in memory that the next one uses again.
         """
         total = self._clipped_sum(rows_of, parts, together=ranks.size > 1)
-        add_up_(ranks, list(total.values()), noise.with_std(std), sensitivity=row_norm, by_first=True)
+        add_up_(ranks, list(total.values()), noise.with_std(std), sensitivity=row_norm)
         return total
 
     def _clipped_sum(self, rows_of: RowsOf, parts: Sequence[tuple[Any, Any, float]], together: bool) -> Sum:

@@ -13,7 +13,7 @@ per step and bytes per rank for 1 to 4096 ranks that have each as many records a
     seconds(n) = work + rounds(n) * latency + bytes(n) / bandwidth
 
 algorithm         what travels                                         rounds(n)    bytes(n), of d numbers
-DP-SGD, DP-LSGD   all-reduce of the clipped sums, float64              2 log2 n     2 (n-1)/n 8 d
+DP-SGD, DP-LSGD   sums to the first rank, the noisy one back, float64  2 log2 n     2 (n-1)/n 8 d
 DIFF2             sums to the first rank, the noisy one back, float64  2 log2 n     2 (n-1)/n 8 d
 PriSMA            all-reduce of the estimates, float32                 2 log2 n     2 (n-1)/n 4 d
 SDM-DSGD          values kept to each of the neighbours, float32       neighbours   neighbours p 4 d

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from dpkernels import checks
-from dpkernels.ranks import Ranks
 from dpkernels.reference_noise import LATTICE_BITS, lattice
 
 
@@ -82,10 +81,6 @@ class Gaussian:
         if std > 0 or not self.secure:  # nothing is drawn at std 0, so there a stream of another kind does
             other._stream, other._lock, other._reproducible = self._stream, self._lock, self._reproducible
         return other
-
-    def share_key(self, ranks: Ranks) -> None:
-        """Take the first rank's key: all ranks then draw the same noise, which they may add to the same sum only."""
-        self._stream.copy_(ranks.from_rank(self._stream.clone()))
 
     @property
     def std(self) -> float:

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from dpkernels import checks
 
@@ -48,6 +47,8 @@ class Ranks:
         self._what = "the start"
         store: Any = dist.distributed_c10d._get_default_store()
         number = _number()
+        from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
         self._store = PrefixStore(f"dpkernels/{number}", store)
         self._life = _SignsOfLife(PrefixStore(f"dpkernels/{number}", store.clone()), self.rank)
         with self._watched():
@@ -243,6 +244,11 @@ _numbers = 0
 def started() -> bool:
     """Whether this process is one of several that torchrun started."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
+
+
+def several() -> bool:
+    """Whether there are other ranks; joins nobody."""
+    return started() or (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
 
 
 def start(timeout: float = 60.0) -> Ranks:

@@ -48,6 +48,7 @@ def poisson(
 
     Of several `ranks` (the current ones unless given, see `dpk.ranks`) each gets the indices of its own share of the
     records, `ranks.share(n)`, drawn by itself: all of them together are such a batch, with a seed that of one process.
+    Records must be in the same order on all ranks, or one may be in the shares of two and count twice.
     """
     return Poisson(n, rate, steps, seed, start, ledger, given(ranks))
 
@@ -109,6 +110,8 @@ class Poisson(Batches):
     ) -> None:
         super().__init__(n, steps, seed, start, ledger)
         self.rate = checks.number("rate", rate, low=0, high=1)
+        if ranks.size > 1:
+            ranks.agree({"n": n, "rate": rate, "start": start})
         self._share = ranks.share(n)
         if ledger is not None:
             ledger.check_claim(**self._claim)

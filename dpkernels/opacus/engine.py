@@ -31,7 +31,7 @@ from dpkernels.noise import Gaussian, std_for
 from dpkernels.opacus.loader import HandOuts, Noted, PoissonBatches, PrivateLoader, other_loader, poisson_loader
 from dpkernels.opacus.module import PrivateModule, Reduction
 from dpkernels.opacus.optimizer import PrivateOptimizer
-from dpkernels.ranks import current
+from dpkernels.ranks import several
 
 ACCOUNTANTS = ("prv", "rdp", "pld")
 MODES = ("hooks", "functorch", "ew", "ghost", "no_op")
@@ -124,9 +124,9 @@ class PrivacyEngine:
                 size of a batch; the loader's batch size in secure mode, else as the loop calls it.
         """
         _refuse_others(batch_first, grad_sample_mode, others)
-        if current().size > 1:
+        if several():
             raise ValueError(
-                f"ranks: there are {current().size}, must be one: a loop written for Opacus runs in one process here. "
+                "ranks: there are several, must be one: a loop written for Opacus runs in one process here. "
                 "Use dpkernels.algorithms.DPSGD, which runs on several"
             )
         if not isinstance(data_loader, DataLoader):
