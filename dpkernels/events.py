@@ -28,6 +28,8 @@ from dp_accounting.rdp import RdpAccountant
 from dpkernels import checks
 from dpkernels.clipping import Adjacency, check_adjacency
 
+COARSE, FINE = 1e-3, 1e-4  # steps of grids of privacy losses
+TIGHT = 1e-4  # of epsilon, by which what was found may be too large
 _RELATIONS = {
     "add-remove": privacy_accountant.NeighboringRelation.ADD_OR_REMOVE_ONE,
     "replace-one": privacy_accountant.NeighboringRelation.REPLACE_ONE,
@@ -135,7 +137,7 @@ def epsilon(event: Event | PublishedBound | dp_event.DpEvent, delta: float) -> f
     if checks.number("delta", delta, low=0, high=1) in (0.0, 1.0):
         raise ValueError(f"delta: got {delta!r}, must be strictly between 0 and 1")
     if isinstance(event, dp_event.DpEvent):
-        return float(PLDAccountant(_RELATIONS["add-remove"]).compose(event).get_epsilon(delta))
+        return _by_loss_distribution(event, "add-remove", delta)
     if isinstance(event, PublishedBound):
         return event.epsilon(delta)
     if not isinstance(event, Event):
@@ -155,13 +157,27 @@ def _epsilon(event: Event, delta: float) -> float:
         return float(dp_accounting.get_epsilon_gaussian(1 / math.sqrt(square), delta)) if square > 0 else 0.0
     if "fixed-size" not in kinds:
         # under either relation this accountant takes std over one record's norm, and doubles itself
-        pld = PLDAccountant(_RELATIONS[event.adjacency])
-        return float(pld.compose(_composed(counted, 1)).get_epsilon(delta))
+        return _by_loss_distribution(_composed(counted, 1), event.adjacency, delta)
     if "poisson" in kinds:
         raise ValueError("event: has Poisson and fixed-size samples, which no accountant counts together")
     # this one takes std over how far a replaced record moves the sum
     rdp = RdpAccountant(neighboring_relation=_RELATIONS["replace-one"])
     return float(rdp.compose(_composed(counted, moves)).get_epsilon(delta))
+
+
+def _by_loss_distribution(event: dp_event.DpEvent, adjacency: Adjacency, delta: float) -> float:
+    """By privacy loss distributions, on a grid that is fine enough: what is found on any grid is an upper bound.
+
+    It is too large by an amount that grows with the square of the grid's step, which two coarse grids tell; they take a
+    tenth of the time of a fine one.
+    """
+
+    def found(step: float) -> float:
+        pld = PLDAccountant(_RELATIONS[adjacency], value_discretization_interval=step)
+        return float(pld.compose(event).get_epsilon(delta))
+
+    coarse, finer = found(2 * COARSE), found(COARSE)
+    return finer if (coarse - finer) / 3 <= TIGHT * finer else min(finer, found(FINE))
 
 
 def _composed(releases: list[Releases], moves: int) -> dp_event.DpEvent:
