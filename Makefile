@@ -33,8 +33,9 @@ dev: $(STAMP)-dev $(STAMP)-build
 train: $(STAMP)-build
 	$(BIN)/dpkernels train --out runs/first-$$(date +%Y%m%d-%H%M%S)
 
+# A process for each core; a file whose tests share something slow stays in one of them. pytest-benchmark is for bench/.
 test: dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -p no:benchmark -n auto --dist loadgroup
 
 lint: $(STAMP)-dev
 	$(BIN)/ruff check .

@@ -3,12 +3,26 @@ import os
 # Some virtual machines advertise AMX and stop a process that uses it, as torch's bfloat16 products then do.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 
+# Several processes of two threads each share two cores: threads that wait must not keep one busy.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import pytest
 import torch
 
 from dpkernels import ops
 
 ISAS = ops.native.available_isas() if ops.native is not None else []
+
+
+# Fixtures that take long and serve several tests, which therefore stay in one process.
+SHARED = ("runs", "programs", "errors", "draws")
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        for name in set(SHARED) & set(item.fixturenames):
+            item.add_marker(pytest.mark.xdist_group(name))
 
 
 @pytest.fixture(autouse=True)
