@@ -313,6 +313,11 @@ class _Everybody:
     def __init__(self, ledgers: list[Ledger], sizes: list[int]) -> None:
         self._ledgers, self._shares = ledgers, [min(sizes) / size for size in sizes]
 
+    def check(self, *, std: float, sensitivity: float) -> None:
+        for ledger, share in zip(self._ledgers, self._shares, strict=True):
+            ledger.check(std=std, sensitivity=sensitivity * share, sampled=False)
+
     def record(self, *, std: float, sensitivity: float, reproducible: bool) -> None:
+        self.check(std=std, sensitivity=sensitivity)  # all have the entry, or none
         for ledger, share in zip(self._ledgers, self._shares, strict=True):
             ledger.record(std=std, sensitivity=sensitivity * share, reproducible=reproducible, sampled=False)

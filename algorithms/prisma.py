@@ -134,6 +134,9 @@ class PriSMA(TwoPoints):
             self._step()
 
     def _step(self) -> None:
+        std, row_norm = self._of_release()
+        for noise in self._noises:  # none sends if one may not
+            noise.with_std(std).check(row_norm, self.width)
         for i in range(len(self.clients)):
             self._client_step(i) if i in self._own else self._count(i)
         self.bytes_sent += 4 * self.width * len(self.clients)

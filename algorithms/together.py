@@ -47,8 +47,11 @@ def add_up_(ranks: Ranks, totals: Sequence[Tensor], noise: dpk.Gaussian, *, sens
     The first rank adds the noise, and no other has its key: so no two ranks can add the same noise to different sums,
     whatever became of their counters. On the way there, ranks hold parts of the sum without noise.
     """
+    width = sum(t.numel() for t in totals)
     if ranks.rank > 0:
-        noise.follow(sensitivity, sum(t.numel() for t in totals))
+        noise.follow(sensitivity, width)
+    elif ranks.size > 1:
+        noise.check(sensitivity, width)  # before others are waited for, whom their ledgers refuse it too
     ranks.sum_(totals, to=0)
     if ranks.rank == 0:
         dpk.add_gaussian_(list(totals), noise, sensitivity=sensitivity)

@@ -130,6 +130,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"dpkernels {options.command}: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 130
     except ranks.RankError as error:
         print(f"dpkernels {options.command}: {error}", file=sys.stderr)
         return 3

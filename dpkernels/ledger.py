@@ -14,6 +14,7 @@ from dpkernels.clipping import Adjacency, check_adjacency
 from dpkernels.events import Event
 from dpkernels.noise import host_tensor
 
+MOST_AHEAD = 1 << 20  # releases that are counted before they happen; many more take PLD accounting long
 Kind = tuple[float, bool]  # noise multiplier, and whether the release was of a sample as claimed
 
 
@@ -70,9 +71,9 @@ class Ledger:
         """(epsilon, delta), fixed for good."""
         return self._budget
 
-    def check(self, *, std: float, sensitivity: float) -> None:
+    def check(self, *, std: float, sensitivity: float, sampled: bool = True) -> None:
         """Raise a `BudgetError` if such a release would be refused; nothing is entered."""
-        kind = self._kind(std, sensitivity, True)
+        kind = self._kind(std, sensitivity, sampled)
         with self._lock:
             self._refuse_beyond(kind)
 
@@ -184,7 +185,8 @@ class Ledger:
 
         limit, delta = self.budget
         low, high = 1.0, 2.0
-        while within(high) and high < 2.0**40:
+        most = max(2.0, MOST_AHEAD / sum(counts.values()))
+        while within(high) and high < most:
             low, high = high, 2 * high
         while high - low > low / 64 and times(high) != times(low):
             middle = (low + high) / 2
@@ -228,6 +230,7 @@ class Ledger:
 
     def follow(self, state: dict[str, Any]) -> None:
         """Take over what the same ledger on another rank has, which must be all of this one's entries and more."""
+        self._refuse_other(state)
         there = {(z, sampled): count for z, sampled, count in state["releases"]}
         for kind, count in self._counts.items():
             if there.get(kind, 0) < int(count):
@@ -239,17 +242,24 @@ class Ledger:
         """What another ledger had, into this one, which must be empty and make the same claims."""
         if len(self):
             raise ValueError(f"ledger: has {len(self)} releases, must be empty: entries are never taken back")
+        self._refuse_other(state)
+        for z, sampled, count in state["releases"]:
+            self._counts[float(z), bool(sampled)] = host_tensor(count, torch.int64)
+        self.reproducible = self.reproducible or bool(state["reproducible"])
+        self._verified = state.get("verified", 0)
+
+    def _refuse_other(self, state: dict[str, Any]) -> None:
+        """A state that makes other claims than this ledger, or is none."""
         mine = self.state_dict()
         for name in ("sampling_rate", "adjacency", "fixed_size"):
             if state[name] != mine[name]:
                 raise ValueError(
                     f"{name}: is {state[name]!r} in the saved ledger, must be {mine[name]!r} as in this one"
                 )
-        for z, sampled, count in state["releases"]:
+        for z, _, count in state["releases"]:
             checks.number("releases", z, low=0, finite=False)
-            self._counts[float(z), bool(sampled)] = host_tensor(checks.whole("releases", count, low=0), torch.int64)
-        self.reproducible = self.reproducible or bool(state["reproducible"])
-        self._verified = checks.whole("verified", state.get("verified", 0), low=0)
+            checks.whole("releases", count, low=0)
+        checks.whole("verified", state.get("verified", 0), low=0)
 
     def __repr__(self) -> str:
         sampled = _sampled(self.sampling_rate, self.fixed_size)

@@ -22,6 +22,9 @@ class Book(Protocol):
     def record(self, *, std: float, sensitivity: float, reproducible: bool) -> None:
         """Enter a release, or refuse it by raising."""
 
+    def check(self, *, std: float, sensitivity: float) -> None:
+        """Raise if such a release would be refused; nothing is entered."""
+
 
 _alive: weakref.WeakSet[Gaussian] = weakref.WeakSet()
 
@@ -147,6 +150,11 @@ class Gaussian:
             return self._take(), self._std
         with self._lock:
             return self._take(), self._std
+
+    def check(self, sensitivity: float, width: int) -> None:
+        """Raise if `release` would be refused by the ledger; nothing is entered or taken."""
+        if self.ledger is not None:
+            self.ledger.check(std=self.std, sensitivity=self.widened(sensitivity, width))
 
     def follow(self, sensitivity: float, width: int) -> None:
         """Another rank makes this release: it is entered here too and its number taken, and nobody here draws it."""

@@ -10,10 +10,10 @@ stalls or fails ends the others with a `RankError` that names it. Ranks trust ea
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -24,8 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dpkernels import checks
+from dpkernels.rank_store import BEAT, SignsOfLife, Store
 
-BEAT = 1.0  # seconds between signs of life
 BUCKET = 1 << 20  # numbers that travel together
 Message = tuple[int, Tensor]  # to or from a rank
 
@@ -45,12 +45,15 @@ class Ranks:
         self.timeout = checks.positive("timeout", timeout)
         self.bytes_sent = 0  # by this rank, in messages to neighbours
         self._what = "the start"
+        self._told = False  # the others, of an error of this rank before it sent or awaited anything
+        self._begun = False  # to send or await, in what is being done
         store: Any = dist.distributed_c10d._get_default_store()
-        number = _number()
+        _made.append(self)
+        name = f"dpkernels/{len(_made)}"  # the same on all, as they are made together
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-        self._store = PrefixStore(f"dpkernels/{number}", store)
-        self._life = _SignsOfLife(PrefixStore(f"dpkernels/{number}", store.clone()), self.rank)
+        self._store = Store(PrefixStore(name, store))
+        self._life = SignsOfLife(PrefixStore(name, store.clone()), self.rank)
         with self._watched():
             self._group = dist.new_group(timeout=timedelta(seconds=timeout))
             self._wait(dist.barrier(self._group, async_op=True))
@@ -69,17 +72,24 @@ class Ranks:
 
     @contextlib.contextmanager
     def doing(self, what: str) -> Iterator[None]:
-        """Whatever fails inside is told to the others, who else would wait for this rank."""
+        """Whatever fails inside is told to the others, who else would wait for this rank.
+
+        An error before anything was sent or awaited may be caught and the call repeated, if all ranks do. After any
+        other the ranks are out of step, and are not used again.
+        """
         if self.size == 1:
             yield
             return
-        self._what = what
+        self._what, self._begun = what, False
         try:
             yield
         except RankError:
             raise
         except BaseException as error:
-            self._tell({"own": f"{type(error).__name__}: {error}"[:2000]})
+            words = f"{type(error).__name__}: {error}"[:2000]
+            self._tell({"own": words})
+            if self._begun:
+                self._life.verdict = f"rank {self.rank} failed: {words} (at {what})"
             raise
 
     def agree(self, facts: Mapping[str, Any]) -> None:
@@ -123,6 +133,8 @@ class Ranks:
 
     def exchange(self, sent: Sequence[Message], awaited: Sequence[Message]) -> None:
         """Messages from rank to rank, without the others: those awaited are put into their tensors."""
+        if self.size == 1:
+            return
         calls = [dist.P2POp(dist.isend, t, rank, group=self._group) for rank, t in sent if t.numel()]
         calls += [dist.P2POp(dist.irecv, t, rank, group=self._group) for rank, t in awaited if t.numel()]
         self.bytes_sent += sum(t.numel() * t.element_size() for _, t in sent)
@@ -157,76 +169,83 @@ class Ranks:
                 return
             except RuntimeError as error:
                 late = time.monotonic() >= end
-                if "timed out" not in str(error).lower() or late or self._store.check(["trouble"]):
+                if "timed out" not in str(error).lower() or late or self._in_trouble():
                     raise
+
+    def _in_trouble(self) -> bool:
+        try:
+            return self._store.count("trouble") > 0
+        except TimeoutError:  # of the store; whoever waits goes on until the end of its own time
+            return False
 
     @contextlib.contextmanager
     def _watched(self) -> Iterator[None]:
-        start = time.monotonic()
+        if self._life.verdict is not None:
+            raise RankError(f"{self._life.verdict}; the ranks are out of step since, start them anew")
+        start, self._begun = time.monotonic(), True
         try:
+            if self._told:  # this rank is back
+                self._store.count("trouble", -1)
+                self._store.delete(f"report/{self.rank}")
+                self._told = False
             yield
         except RankError:
             raise
-        except RuntimeError as error:
+        except (RuntimeError, TimeoutError) as error:
             raise self._trouble(error, time.monotonic() - start) from error
 
     def _tell(self, report: dict[str, Any]) -> None:
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(RuntimeError, TimeoutError):
             self._store.set(f"report/{self.rank}", json.dumps(report))
-            self._store.set("trouble", "")
+            self._store.count("trouble", 0 if self._told else 1)
+            self._told = True
 
     def _trouble(self, error: Exception, waited: float) -> RankError:
-        """Who is to blame: a rank that failed and said so, one without signs of life, or one that did not come."""
-        self._tell({"late": waited >= self.timeout})
-        causes = {}
-        try:
-            before = self._life.of_all(self.size)
-            time.sleep(2.5 * BEAT)
-            after = self._life.of_all(self.size)
-            told = [rank for rank in range(self.size) if self._store.check([f"report/{rank}"])]
-            reports = {rank: json.loads(self._store.get(f"report/{rank}")) for rank in told}
-            late = any(report.get("late") for report in reports.values())
-            for rank in range(self.size):
-                if "own" in reports.get(rank, {}):
-                    causes[rank] = f"failed: {reports[rank]['own']}"
-                elif rank not in reports and before[rank] == after[rank]:
-                    causes[rank] = "shows no sign of life: it was killed, or stopped"
-                elif rank not in reports and late:
-                    causes[rank] = f"is alive, but did not come within {self.timeout:g} s"
-        except RuntimeError:
-            causes = {0: "cannot be reached any more: it was killed, or its machine is gone (it held the store)"}
-        self._life.end()
+        """Who is to blame, in the same words on all ranks: those of the first that finds out."""
+        if self._life.verdict is not None:
+            return RankError(self._life.verdict)
         where = f"at {self._what}, seen by rank {self.rank} after {waited:.1f} s"
-        if not causes:
-            return RankError(f"the ranks lost touch {where}: {str(error).splitlines()[0]}")
-        return RankError("; ".join(f"rank {rank} {cause}" for rank, cause in sorted(causes.items())) + f" ({where})")
+        self._tell({"late": waited >= self.timeout})
+        try:
+            verdict = self._store.propose("verdict", f"{self._blamed(error)} ({where})")
+            if _holds_store(self.rank):
+                time.sleep(2.5 * BEAT)  # until all have read it: with this process the store goes
+        except (RuntimeError, TimeoutError):
+            holder = "the store of torchrun" if _agent_holds_store() else "rank 0"
+            gone = f"{holder} cannot be reached any more: it was killed or stopped, or its machine is gone ({where})"
+            verdict = self._life.verdict or gone
+        self._life.verdict = verdict
+        self._life.end()
+        return RankError(verdict)
+
+    def _blamed(self, error: Exception) -> str:
+        """A rank that failed and said so, one without signs of life, or one that did not come."""
+        lives = [[self._store.count(f"life/{rank}") for rank in range(self.size)]]
+        time.sleep(2.5 * BEAT)
+        lives += [[self._store.count(f"life/{rank}") for rank in range(self.size)]]
+        reports = {rank: json.loads(self._store.read(f"report/{rank}") or "null") or {} for rank in range(self.size)}
+        late = any(report.get("late") for report in reports.values())
+        causes = []
+        for rank, (before, after) in enumerate(zip(*lives, strict=True)):
+            if "own" in reports[rank]:
+                causes.append(f"rank {rank} failed: {reports[rank]['own']}")
+            elif reports[rank]:
+                continue
+            elif self._store.read(f"ended/{rank}") is not None:
+                causes.append(f"rank {rank} has ended")
+            elif before == after:
+                causes.append(f"rank {rank} shows no sign of life: it was killed, or stopped")
+            elif late:
+                causes.append(f"rank {rank} is alive, but did not come within {self.timeout:g} s")
+        return "; ".join(causes) or f"the ranks lost touch: {str(error).splitlines()[0]}"
 
 
-class _SignsOfLife:
-    """A thread that counts up in the store; who does not is dead or stopped."""
+def _agent_holds_store() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
-    def __init__(self, store: Any, rank: int) -> None:
-        self._store, self._rank, self._ended = store, rank, threading.Event()
-        self._store.add(f"life/{rank}", 1)
-        self._thread = threading.Thread(target=self._beat, daemon=True)
-        self._thread.start()
-        # before interpreter and store go, in an order that nobody knows
-        threading._register_atexit(self.end)  # type: ignore[attr-defined]
 
-    def _beat(self) -> None:
-        while not self._ended.wait(BEAT):
-            try:
-                self._store.add(f"life/{self._rank}", 1)
-            except RuntimeError:  # the store is gone: whoever needs it will say so
-                return
-
-    def of_all(self, size: int) -> list[int]:
-        return [int(self._store.add(f"life/{rank}", 0)) for rank in range(size)]
-
-    def end(self) -> None:
-        self._ended.set()
-        if threading.current_thread() is not self._thread:
-            self._thread.join(2 * BEAT)
+def _holds_store(rank: int) -> bool:
+    return rank == 0 and not _agent_holds_store()
 
 
 class _Alone(Ranks):
@@ -238,7 +257,7 @@ class _Alone(Ranks):
 
 ALONE: Ranks = _Alone()
 _current: tuple[Any, Ranks] | None = None
-_numbers = 0
+_made: list[Ranks] = []
 
 
 def started() -> bool:
@@ -267,7 +286,14 @@ def start(timeout: float = 60.0) -> Ranks:
             dist.init_process_group(timeout=timedelta(seconds=timeout))
         except RuntimeError as error:
             raise RankError(f"not all {os.environ['WORLD_SIZE']} ranks came: {str(error).splitlines()[0]}") from error
+        atexit.register(_leave)
     return ALONE if dist.get_world_size() == 1 else Ranks(timeout, chosen=True)
+
+
+def _leave() -> None:
+    """At the end of a process that joined others; after trouble it would wait for what is under way."""
+    if dist.is_initialized() and not any(ranks._life.verdict for ranks in _made):
+        dist.destroy_process_group()
 
 
 def current(timeout: float = 60.0) -> Ranks:
@@ -290,13 +316,6 @@ def given(ranks: Ranks | None) -> Ranks:
     if ranks is not None and not isinstance(ranks, Ranks):
         raise ValueError(f"ranks: got a {type(ranks).__name__}, must be what dpk.ranks.start() gives, or None")
     return current() if ranks is None else ranks
-
-
-def _number() -> int:
-    """How many times ranks were made here: the same on all, as they are made together."""
-    global _numbers
-    _numbers += 1
-    return _numbers
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:

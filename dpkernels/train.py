@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 import platform
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 
 import dpkernels
-from dpkernels import checkpoint, checks, plot, ranks
+from dpkernels import checkpoint, checks, launch, plot, ranks
 
 SHOWN = 20  # how often epsilon and the score are computed in a run
 
@@ -54,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
     from dpkernels.algorithms import training
 
     if options.ranks is not None and checks.whole("--ranks", options.ranks, low=1) > 1 and not ranks.started():
-        return _on_ranks(options.ranks, options.arguments)
+        return launch.run(options.ranks, ["-m", "dpkernels", *options.arguments])
     together = ranks.current(options.rank_timeout)
     if options.checkpoint_every < 1:
         raise ValueError(f"--checkpoint-every: got {options.checkpoint_every}, must be at least 1")
@@ -96,8 +95,14 @@ def run(options: argparse.Namespace) -> int:
                 save()
     except KeyboardInterrupt:
         watch.end_line()
+        if quiet:
+            return 130
         if together.size > 1:  # others may be elsewhere
-            print(f"stopped; what was saved last is in {saved}, and --resume goes on from there", file=sys.stderr)
+            print(
+                f"stopped; --resume goes on from what was saved last, every {options.checkpoint_every} steps,"
+                f" in {saved}",
+                file=sys.stderr,
+            )
             return 130
         save()
         print(f"stopped at step {private.done}; the same command with --resume goes on", file=sys.stderr)
@@ -113,14 +118,6 @@ def run(options: argparse.Namespace) -> int:
     else:
         print(_words(record, out))
     return 0
-
-
-def _on_ranks(count: int, arguments: list[str]) -> int:
-    """The same command line by so many processes, which torchrun starts and watches."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
-    threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))}
-    command += ["-m", "dpkernels", *arguments]
-    return subprocess.run(command, check=False, env={**os.environ, **threads}).returncode
 
 
 def _constants(given: list[str]) -> dict[str, float]:

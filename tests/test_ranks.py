@@ -120,6 +120,7 @@ def test_bytes_are_those_on_the_wire(model, runs, alone):
         ("kill", "DPSGD: mlp", 1, "rank 1 shows no sign of life: it was killed, or stopped"),
         ("kill", "DPSGD: mlp", 0, "rank 0 cannot be reached any more"),
         ("kill", "SDMDSGD: mlp", 2, "rank 2 shows no sign of life: it was killed, or stopped"),
+        ("stop", "DPSGD: mlp", 0, "rank 0 cannot be reached any more"),
         ("stop", "PriSMA: mlp", 1, "rank 1 shows no sign of life: it was killed, or stopped"),
         ("stall", "DIFF2: mlp", 2, "rank 2 is alive, but did not come within 4 s"),
         ("stall", "SDMDSGD: mlp", 1, "rank 1 is alive, but did not come within 4 s"),
@@ -156,6 +157,16 @@ def test_ranks_that_train_something_else_are_refused_by_all(tmp_path):
         assert "(3, 6) of torch.float32" in words["model"]
         assert "rank 1: has clip = " in words["setting"]
         assert "inputs: are not a batch of dpk.sampling.poisson" in words["unshared"]
+
+
+def test_the_step_that_a_budget_refuses_is_refused_on_all_ranks(tmp_path):
+    codes, told = ended(launch(2, "budgets", tmp_path), 60)
+    assert codes == [0, 0], told
+    for rank in range(2):
+        words = torch.load(tmp_path / f"rank{rank}.pt")
+        for name in ("DPSGD", "DIFF2", "PriSMA", "SDMDSGD"):
+            assert words[name].startswith("BudgetError: release 3: would spend more than the budget"), words[name]
+            assert words[name, "entries"] == {2}
 
 
 def test_shares_are_all_there_is():

@@ -1,0 +1,58 @@
+"""Several processes of this machine that run the same command, with the environment that torchrun would give them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+GRACE = 20.0  # seconds for the others to say what they saw when one has failed
+
+
+def run(count: int, arguments: Sequence[str]) -> int:
+    """`python arguments` as ranks 0 .. count - 1, until all have ended; the exit code of the first that failed.
+
+    Unlike torchrun it lets the others end by themselves when one fails, so that they can say which and why; who has not
+    ended 20 seconds later is killed.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {
+        "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // count)),
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
+    }
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    ranks = [
+        subprocess.Popen([sys.executable, *arguments], env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank in range(count)
+    ]
+    try:
+        return _ended(ranks)
+    except KeyboardInterrupt:  # the terminal has told them too
+        _ended(ranks, failed=time.monotonic())
+        return 128 + signal.SIGINT
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+
+
+def _ended(ranks: Sequence[subprocess.Popen[bytes]], failed: float | None = None) -> int:
+    """Waits; not for long after the time at which one has `failed`. The first exit code that is not 0."""
+    first = 0
+    while any(rank.poll() is None for rank in ranks) and (failed is None or time.monotonic() < failed + GRACE):
+        codes = [rank.returncode for rank in ranks if rank.returncode]
+        if codes and failed is None:
+            first, failed = codes[0], time.monotonic()
+        time.sleep(0.05)
+    first = first or next((rank.returncode for rank in ranks if rank.returncode), 0)
+    return 128 - first if first < 0 else first
