@@ -53,14 +53,14 @@ def tensor_list(name: str, value: object) -> list[Tensor]:
 def per_sample(name: str, value: object) -> list[Tensor]:
     """Like tensor_list, and each tensor has the samples in dim 0, equally many in all."""
     tensors = tensor_list(name, value)
-    for i, t in enumerate(tensors):
-        if t.dim() == 0:
-            at = name if isinstance(value, Tensor) else f"{name}[{i}]"
-            raise ValueError(f"{at}: got a tensor without dimensions, dim 0 must be the sample")
-    batch = tensors[0].size(0)
-    for i, t in enumerate(tensors):
-        if t.size(0) != batch:
-            raise ValueError(f"{name}[{i}]: has {t.size(0)} samples (dim 0), must have {batch} like {name}[0]")
+    if 0 in set(map(Tensor.dim, tensors)):
+        i = next(i for i, t in enumerate(tensors) if t.dim() == 0)
+        at = name if isinstance(value, Tensor) else f"{name}[{i}]"
+        raise ValueError(f"{at}: got a tensor without dimensions, dim 0 must be the sample")
+    sizes = [t.size(0) for t in tensors]
+    if len(set(sizes)) > 1:
+        i = next(i for i, size in enumerate(sizes) if size != sizes[0])
+        raise ValueError(f"{name}[{i}]: has {sizes[i]} samples (dim 0), must have {sizes[0]} like {name}[0]")
     return tensors
 
 

@@ -226,7 +226,8 @@ def _called(name: str, differentiable: Iterable[Tensor], *arguments: object) -> 
 
 def _width(tensors: list[Tensor]) -> int:
     """How many coordinates the sum has."""
-    return sum(math.prod(t.shape[1:]) for t in tensors)
+    batch = tensors[0].size(0)
+    return sum(map(Tensor.numel, tensors)) // batch if batch else sum(math.prod(t.shape[1:]) for t in tensors)
 
 
 def _bounds(*values: float) -> Tensor:
