@@ -24,10 +24,7 @@ Predicted, never measured: everything beyond two ranks.
 from __future__ import annotations
 
 import math
-import os
-import socket
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -39,7 +36,7 @@ import torch
 import torch.distributed as dist
 
 import dpkernels as dpk
-from dpkernels import plot
+from dpkernels import launch, plot
 from dpkernels.algorithms import DIFF2, DPLSGD, DPSGD, SDMDSGD, PriSMA, topologies
 from dpkernels.bench.models import Task, cnn, resnet20
 from dpkernels.columns import aligned
@@ -183,12 +180,6 @@ def _predict(found: dict[str, tuple[float, int, int]]) -> None:
 
 
 def main() -> None:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    common = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
-    command = [sys.executable, "-c", "from dpkernels.bench import scale; scale.work()"]
-    both = [subprocess.Popen(command, env={**common, "RANK": str(r), "OMP_NUM_THREADS": "1"}) for r in range(2)]
-    codes = [process.wait() for process in both]
-    if any(codes):
-        sys.exit(f"bench scale: ranks ended with {codes}")
+    code = launch.run(2, ["-c", "from dpkernels.bench import scale; scale.work()"])
+    if code:
+        sys.exit(f"bench scale: a rank ended with {code}")

@@ -49,10 +49,11 @@ def run(count: int, arguments: Sequence[str]) -> int:
 def _ended(ranks: Sequence[subprocess.Popen[bytes]], failed: float | None = None) -> int:
     """Waits; not for long after the time at which one has `failed`. The first exit code that is not 0."""
     first = 0
-    while any(rank.poll() is None for rank in ranks) and (failed is None or time.monotonic() < failed + GRACE):
-        codes = [rank.returncode for rank in ranks if rank.returncode]
-        if codes and failed is None:
-            first, failed = codes[0], time.monotonic()
+    while True:
+        codes = [rank.poll() for rank in ranks]
+        first = first or next((code for code in codes if code), 0)
+        if first and failed is None:
+            failed = time.monotonic()
+        if None not in codes or (failed is not None and time.monotonic() > failed + GRACE):
+            return 128 - first if first < 0 else first
         time.sleep(0.05)
-    first = first or next((rank.returncode for rank in ranks if rank.returncode), 0)
-    return 128 - first if first < 0 else first

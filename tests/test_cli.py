@@ -138,6 +138,20 @@ def test_two_ranks_leave_what_one_process_leaves(tmp_path):
     assert "ranks: there are 4, must be at most as many as clients, 2" in refused.stderr
 
 
+def test_control_c_ends_all_ranks_in_one_line(tmp_path):
+    words = ["-m", "dpkernels", "train", "--steps", "10000", "--ranks", "2", "--out", tmp_path]
+    process = subprocess.Popen([sys.executable, *words], stderr=subprocess.PIPE, text=True, start_new_session=True)
+    with process:
+        for line in process.stderr:
+            if "/10000" in line:
+                break
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        told = process.stderr.read()
+        assert process.wait(60) == 130
+    assert "stopped; --resume goes on from what was saved last" in told
+    assert "Traceback" not in told
+
+
 def test_audit(capsys):
     assert cli.main(["audit", "--canaries", "200"]) == 0
     assert "the claim stands" in capsys.readouterr().out
