@@ -112,7 +112,7 @@ struct OuterFactors {
     float* panel = scratch(1, places_at_a_time * tile);
     float* tiles = scratch(2, blocks * k.block * tile);
     const int64_t first = start(p), columns = std::min(start(p + 1), width) - first;
-    const int64_t vectors = divide_up(columns, k.lanes), run = vectors * k.lanes;
+    const int64_t run = divide_up(columns, k.lanes) * k.lanes;
     for (int64_t t0 = 0; t0 < length || t0 == 0; t0 += places_at_a_time) {
       const int64_t count = std::min(places_at_a_time, length - t0);
       k.pack(a.const_data_ptr<float>() + b * a.stride(0) + t0 * a.stride(1) + first, a.stride(1), count, columns, panel,
@@ -121,8 +121,7 @@ struct OuterFactors {
       for (int64_t i = 0; i < height; i += k.block) {
         const int lines = static_cast<int>(std::min<int64_t>(k.block, height - i));
         float* at = tiles + i * tile;
-        k.product(g_packed + i * length + t0 * k.block, lines, panel, static_cast<int>(vectors), walk, at, tile,
-                  t0 > 0);
+        k.product(g_packed + i * length + t0 * k.block, lines, panel, columns, walk, at, tile, t0 > 0);
         if (t0 + count >= length) visit(at, i, lines, first, columns);
       }
     }
@@ -220,7 +219,10 @@ namespace {
 // One sample's group with channels last, within zeros.
 void pack_inputs(const Convolution& s, const Three& padded, const WeightRowKernels& k, const float* x, float* packed) {
   const int64_t plane = s.in[1] * s.in[2], line = padded[2] * s.inputs;
-  if (padded != s.in) std::fill_n(packed, padded[0] * padded[1] * line, 0.0f);
+  if (padded == s.in) {
+    return k.interleave(x, s.in[0] * plane, static_cast<int>(s.inputs), s.in[0] * plane, packed, s.inputs);
+  }
+  std::fill_n(packed, padded[0] * padded[1] * line, 0.0f);
   for (int64_t z = 0; z < s.in[0]; ++z) {
     for (int64_t y = 0; y < s.in[1]; ++y) {
       float* to = packed + ((z + s.padding[0]) * padded[1] + y + s.padding[1]) * line + s.padding[2] * s.inputs;
@@ -241,15 +243,15 @@ void conv_tile(const Convolution& s, const Three& padded, const WeightRowKernels
         const float* from = x + kz * s.dilation[0] * plane + ky * s.dilation[1] * line + r * s.dilation[2] * s.inputs;
         float* to = tile + ((kz * s.kernel[1] + ky) * s.kernel[2] + r) * s.inputs;
         for (int64_t first = 0; first < run; first += tile_vectors * k.lanes) {
-          const int64_t vectors = std::min<int64_t>(tile_vectors, divide_up(run - first, k.lanes));
+          const int64_t width = std::min<int64_t>(tile_vectors * k.lanes, run - first);
           bool onto = false;
           for (int64_t z = 0; z < s.out[0]; ++z) {
             for (int64_t y = 0; y < s.out[1]; y += rows_at_a_time) {
               const Walk walk{{1, std::min(rows_at_a_time, s.out[1] - y), s.out[2]},
                               {0, s.stride[1] * line, s.stride[2] * s.inputs}};
               k.product(g + (z * s.out[1] + y) * s.out[2] * k.block, lines,
-                        from + z * s.stride[0] * plane + y * s.stride[1] * line + first, static_cast<int>(vectors),
-                        walk, to + first, tile_stride, onto);
+                        from + z * s.stride[0] * plane + y * s.stride[1] * line + first, width, walk, to + first,
+                        tile_stride, onto);
               onto = true;
             }
           }
@@ -304,7 +306,7 @@ struct ConvFactors {
     conv_tile(s, padded, k, g_packed, lines, x_packed, tile, row + slack);
     for (int m = 0; m < lines; ++m) {
       const float* from = tile + m * (row + slack);
-      if (taps > 1) {
+      if (taps > 1 && s.inputs > 1) {
         k.interleave(from, s.inputs, static_cast<int>(taps), s.inputs, turned, taps);
         from = turned;
       }

@@ -29,9 +29,10 @@ struct Walk {
 struct WeightRowKernels {
   int block;  // g's to a tile
   int lanes;  // floats to a vector
-  // tile[m][0 .. vectors * lanes) = sum over places of g[place][m] * run[place][...], for m < rows. g is packed in
-  // blocks: `block` floats to a place, whatever `rows` is. Reads whole vectors of the run; adds to the tile if `onto`.
-  void (*product)(const float* g, int rows, const float* run, int vectors, const Walk& walk, float* tile,
+  // tile[m][0 .. width) = sum over places of g[place][m] * run[place][...], for m < rows; width up to tile_vectors.
+  // g is packed in blocks: `block` floats to a place, whatever `rows` is. Reads and writes whole vectors, or half of
+  // one where that is enough; adds to the tile if `onto`.
+  void (*product)(const float* g, int rows, const float* run, int64_t width, const Walk& walk, float* tile,
                   int64_t tile_stride, bool onto);
   // to[line][j] = from[line][j] for j < width, zeros up to `to_width`; lines of `block` or of whole vectors are quick.
   void (*pack)(const float* from, int64_t from_stride, int64_t lines, int64_t width, float* to, int64_t to_stride,

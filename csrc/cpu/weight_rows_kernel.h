@@ -6,16 +6,17 @@ namespace weight_rows {
 
 constexpr int block = DPK_LANES == 16 ? 8 : 4;  // with three vectors of a run, what the registers hold
 
-template <int rows, int vectors>
+template <class Vector, int rows, int vectors>
 void product_of(const float* g, const float* run, const Walk& walk, float* tile, int64_t tile_stride, bool onto) {
-  Floats sum[rows][vectors] = {};
+  constexpr int step = sizeof(Vector) / sizeof(float);
+  Vector sum[rows][vectors] = {};
   for (int64_t z = 0; z < walk.count[0]; ++z) {
     for (int64_t y = 0; y < walk.count[1]; ++y) {
       const float* at = run + z * walk.step[0] + y * walk.step[1];
       for (int64_t x = 0; x < walk.count[2]; ++x) {
-        Floats inputs[vectors];
+        Vector inputs[vectors];
 #pragma GCC unroll 3
-        for (int v = 0; v < vectors; ++v) inputs[v] = load<Floats>(at + v * lanes);
+        for (int v = 0; v < vectors; ++v) inputs[v] = load<Vector>(at + v * step);
 #pragma GCC unroll 8
         for (int m = 0; m < rows; ++m) {
 #pragma GCC unroll 3
@@ -30,27 +31,28 @@ void product_of(const float* g, const float* run, const Walk& walk, float* tile,
   for (int m = 0; m < rows; ++m) {
 #pragma GCC unroll 3
     for (int v = 0; v < vectors; ++v) {
-      float* to = tile + m * tile_stride + v * lanes;
-      store(to, onto ? load<Floats>(to) + sum[m][v] : sum[m][v]);
+      float* to = tile + m * tile_stride + v * step;
+      store(to, onto ? load<Vector>(to) + sum[m][v] : sum[m][v]);
     }
   }
 }
 
 template <int rows>
-void product_of_rows(const float* g, const float* run, int vectors, const Walk& walk, float* tile, int64_t stride,
+void product_of_rows(const float* g, const float* run, int64_t width, const Walk& walk, float* tile, int64_t stride,
                      bool onto) {
-  if (vectors == 1) return product_of<rows, 1>(g, run, walk, tile, stride, onto);
-  if (vectors == 2) return product_of<rows, 2>(g, run, walk, tile, stride, onto);
-  product_of<rows, 3>(g, run, walk, tile, stride, onto);
+  if (width <= lanes / 2) return product_of<HalfFloats, rows, 1>(g, run, walk, tile, stride, onto);
+  if (width <= lanes) return product_of<Floats, rows, 1>(g, run, walk, tile, stride, onto);
+  if (width <= 2 * lanes) return product_of<Floats, rows, 2>(g, run, walk, tile, stride, onto);
+  product_of<Floats, rows, 3>(g, run, walk, tile, stride, onto);
 }
 
-void product(const float* g, int rows, const float* run, int vectors, const Walk& walk, float* tile, int64_t stride,
+void product(const float* g, int rows, const float* run, int64_t width, const Walk& walk, float* tile, int64_t stride,
              bool onto) {
   int m = 0;
-  for (; rows - m >= block; m += block) product_of_rows<block>(g, run, vectors, walk, tile, stride, onto);
-  for (; rows - m >= 4; m += 4) product_of_rows<4>(g + m, run, vectors, walk, tile + m * stride, stride, onto);
-  for (; rows - m >= 2; m += 2) product_of_rows<2>(g + m, run, vectors, walk, tile + m * stride, stride, onto);
-  if (m < rows) product_of_rows<1>(g + m, run, vectors, walk, tile + m * stride, stride, onto);
+  for (; rows - m >= block; m += block) product_of_rows<block>(g, run, width, walk, tile, stride, onto);
+  for (; rows - m >= 4; m += 4) product_of_rows<4>(g + m, run, width, walk, tile + m * stride, stride, onto);
+  for (; rows - m >= 2; m += 2) product_of_rows<2>(g + m, run, width, walk, tile + m * stride, stride, onto);
+  if (m < rows) product_of_rows<1>(g + m, run, width, walk, tile + m * stride, stride, onto);
 }
 
 typedef float Block __attribute__((vector_size(4 * block)));
@@ -226,10 +228,15 @@ inline void transpose_eight(Eight (&r)[8]) {
 }
 
 void interleave(const float* in, int64_t in_stride, int rows, int64_t places, float* out, int64_t width) {
+  if (rows == 1 && width == 1) {
+    __builtin_memcpy(out, in, static_cast<size_t>(places) * sizeof(float));
+    return;
+  }
   int m = 0;
   for (; m + 8 <= rows; m += 8) {
     int64_t p = 0;
-    for (; p + 8 <= places; p += 8) {
+    for (; places >= 8 && p < places; p += 8) {
+      p = p + 8 <= places ? p : places - 8;  // the last eight may be some of those before, once more
       Eight r[8];
 #pragma GCC unroll 8
       for (int k = 0; k < 8; ++k) r[k] = load<Eight>(in + (m + k) * in_stride + p);
