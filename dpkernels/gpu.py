@@ -47,7 +47,7 @@ def triton_ops() -> dict[str, Callable[..., Any]]:
 
 
 def _or_reference(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The kernel for what it takes; the reference for float64, and for samples of 2^31 elements and more."""
+    """The kernel for what it takes; the reference for float64, older GPUs, and samples of 2^31 elements and more."""
     from dpkernels.triton.configurations import is_small
 
     plain = getattr(reference_layers, function.__name__)
@@ -58,12 +58,12 @@ def _or_reference(function: Callable[..., Any]) -> Callable[..., Any]:
         written, factors = arguments[:first], arguments[first:]
         if not is_small(*_tensors(factors)):
             factors = tuple(t.contiguous() if isinstance(t, Tensor) else t for t in factors)
-        if any(t.dtype == torch.float64 for t in _tensors(factors)):
+        device = _tensors(factors)[0].device
+        if any(t.dtype == torch.float64 for t in _tensors(factors)) or not _is_new_enough(device):
             return plain(*arguments)
         if not is_small(*_tensors((*written, *factors))):  # in float64: the error that is counted on is the kernel's
             wide = tuple(t.double() if isinstance(t, Tensor) else t for t in factors)
             return _narrowed(plain(*written, *wide)) if not written else _plain_into(plain, written, wide)
-        device = _tensors(factors)[0].device
         with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
             return function(*written, *factors)
 
@@ -89,7 +89,7 @@ def _plain_into(plain: Callable[..., Any], written: tuple[Any, ...], wide: tuple
 
 def has_tiles(device: torch.device) -> bool:
     """Whether the Triton kernels run there. They take half types as they are, and never round float32 to TF32."""
-    return device.type == "cuda" and "triton" in _loaded
+    return device.type == "cuda" and "triton" in _loaded and _is_new_enough(device)
 
 
 def takes(*factors: Tensor) -> bool:
@@ -100,23 +100,22 @@ def takes(*factors: Tensor) -> bool:
 def _load_triton(library: torch.library.Library) -> str:
     if importlib.util.find_spec("triton") is None:
         return "not loaded: triton is not installed"
-    if not _is_new_enough():
-        return "not loaded: they are for NVIDIA GPUs of compute capability 8.0 and later, and AMD"
     for name, function in triton_ops().items():
         library.impl(name, function, "CUDA")
     _loaded.add("triton")
-    return "loaded"
+    return "loaded; on NVIDIA used from compute capability 8.0 on"
 
 
-def _is_new_enough() -> bool:
-    return bool(torch.version.hip) or not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (8, 0)
+@functools.cache
+def _is_new_enough(device: torch.device) -> bool:
+    """Asked when a tensor is there already: asking earlier would start CUDA in every process that imports this."""
+    known = torch.cuda.is_available() and not torch.version.hip
+    return not known or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _load_cuda() -> str:
     if torch.version.hip:
         return "not loaded: they are for NVIDIA"
-    if not _is_new_enough():
-        return "not loaded: they are for GPUs of compute capability 8.0 and later"
     if not CUDA_MODULE.exists():
         return "not built: python -m dpkernels.build_cuda"
     try:

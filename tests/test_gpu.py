@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.cpp_extension import include_paths, library_paths
 
 from dpkernels import build_cuda, gpu, ops, sums
 from dpkernels.bench import roofline
@@ -26,6 +27,21 @@ def test_the_tests_for_a_gpu_pass_on_the_cpu():
     done = run("pytest", "tests/gpu/check_gpu.py", DPKERNELS_TEST_DEVICE="cpu")
     assert done.returncode == 0, done.stdout
     assert "3 skipped" in done.stdout  # torch.compile, graphs and a second device, which need a driver
+
+
+def test_the_cuda_module_itself_passes_them_on_an_emulation_of_cuda(tmp_path):
+    """Launchers, tables and kernels as one, with the CPU for a device; the rest of the library is the reference."""
+    module = tmp_path / "emulated.so"
+    command = ["g++", "-std=c++17", "-O1", "-shared", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror"]
+    command += ["-DTORCH_TARGET_VERSION=0x020b000000000000", "-x", "c++", str(build_cuda.SOURCE)]
+    command += [word for path in include_paths() for word in ("-isystem", path)]
+    command += [f"-L{path}" for path in library_paths()] + ["-lc10", "-ltorch", "-ltorch_cpu", "-o", str(module)]
+    subprocess.run(command, check=True)
+    emulated = {"DPKERNELS_NATIVE": "0", "DPKERNELS_TEST_DEVICE": "cpu", "DPKERNELS_TEST_MODULE": str(module)}
+    ran = "loaded or sums or stored or masks or lookups or training"
+    done = run("pytest", "tests/gpu/check_gpu.py", "-k", ran, **emulated)
+    assert done.returncode == 0, done.stdout
+    assert "17 passed" in done.stdout
 
 
 @HERE
@@ -53,6 +69,7 @@ def test_a_module_that_is_not_there_or_does_not_load_is_named(tmp_path, monkeypa
 
 def test_without_nvcc_the_build_says_so(monkeypatch):
     monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(build_cuda, "CUDA_HOME", None)
     with pytest.raises(RuntimeError, match="nvcc is not on the path"):
         build_cuda.build()
 

@@ -12,7 +12,6 @@
   extern __shared__ __align__(16) unsigned char dpk_dynamic_shared[]; \
   T* name = reinterpret_cast<T*>(dpk_dynamic_shared)
 #define DPK_LAUNCH(kernel, grid, threads, shared, stream, ...) kernel<<<grid, threads, shared, stream>>>(__VA_ARGS__)
-#define DPK_STREAM cudaStream_t
 #define DPK_UNROLL_4 _Pragma("unroll 4")
 #define DPK_UNROLL_1 _Pragma("unroll 1")
 #else
@@ -24,7 +23,6 @@
 #define DPK_DYNAMIC_SHARED(T, name) T* name = reinterpret_cast<T*>(dpk::emulation::block.shared.data())
 #define DPK_LAUNCH(kernel, grid, threads, shared, stream, ...) \
   ((void)(stream), dpk::emulation::launch(grid, threads, shared, [&] { kernel(__VA_ARGS__); }))
-#define DPK_STREAM int
 #define DPK_UNROLL_4
 #define DPK_UNROLL_1
 #endif

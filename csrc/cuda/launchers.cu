@@ -2,12 +2,8 @@
 // Tables are made on the host and copied to the device in one piece; kernels run on torch's current stream; all memory
 // comes from torch's allocator. Bounds, seeds and noise streams come in the memory of the CPU, as on every device.
 //
-// Compiled and linked wherever nvcc is; never loaded by those who wrote it, who have no GPU.
-#include <cuda_runtime.h>
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
-#include <torch/csrc/stable/accelerator.h>
-
-#include <cstring>
+// Compiled and linked wherever nvcc is; never loaded by those who wrote it, who have no GPU. Tests run it as plain C++
+// on an emulation of CUDA, where the device is the CPU.
 #include <tuple>
 
 #include "../tensors.h"
@@ -15,8 +11,24 @@
 #include "sparsify.h"
 #include "sums.h"
 
+#if defined(__CUDACC__)
+#include <cuda_runtime.h>
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
+#define DPK_DEVICE_KEY CUDA
 // In torch's CUDA library; its header declares it only where torch itself was built for CUDA.
 extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** ret_stream);
+namespace dpk::cuda {
+using torch::stable::accelerator::DeviceGuard;
+inline bool on_device(const Tensor& t) { return !t.is_cpu(); }
+}  // namespace dpk::cuda
+#else
+#include "emulation/runtime.h"
+#define DPK_DEVICE_KEY CPU
+namespace dpk::cuda {
+inline bool on_device(const Tensor& t) { return t.is_cpu(); }
+}  // namespace dpk::cuda
+#endif
 
 namespace dpk::cuda {
 
@@ -73,14 +85,14 @@ class Device {
 
  private:
   Tensor like_;
-  torch::stable::accelerator::DeviceGuard guard_;
+  DeviceGuard guard_;
   cudaStream_t stream_ = nullptr;
   Tensors kept_;
 };
 
 // Pointers go to kernels: tensors must be where the device is. Bounds, seeds and streams must not.
 void check_there(const Tensor& t, const Device& device) {
-  STD_TORCH_CHECK(!t.is_cpu() && t.get_device_index() == device.index(), "dpkernels: tensors must be on one device");
+  STD_TORCH_CHECK(on_device(t) && t.get_device_index() == device.index(), "dpkernels: tensors must be on one device");
 }
 void check_on_host(const Tensor& t) {
   STD_TORCH_CHECK(t.is_cpu(), "dpkernels: bounds, seeds, streams and stds must be on the CPU");
@@ -98,6 +110,7 @@ Source source_of(Device& device, const Tensor& now, const Tensor* before) {
   Source source{a.const_data_ptr(), nullptr, a.stride(0), 0, sample_length(a), element_of(a)};
   if (before != nullptr) {
     check_there(*before, device);
+    STD_TORCH_CHECK(before->scalar_type() == now.scalar_type(), "dpkernels: both inputs must have one type");
     const Tensor b = with_contiguous_samples(*before);
     device.keep(b);
     source.before = b.const_data_ptr();
@@ -229,6 +242,7 @@ void weighted_sum_(Tensors sums, std::vector<bool> filled, const Tensors& rows, 
   Device device(sums[0]);
   Tables tables;
   for (size_t i = 0; i < sums.size(); ++i) {
+    check_there(sums[i], device);
     STD_TORCH_CHECK(sums[i].is_contiguous(), "dpkernels: sums must be contiguous");
     STD_TORCH_CHECK(sums[i].scalar_type() == wide_type(sums[i]), "dpkernels: sums must be float32 or float64");
     tables.add_target(sums[i].mutable_data_ptr(), sums[i].numel(), wide_type(sums[i]) == ScalarType::Double, filled[i]);
@@ -249,6 +263,7 @@ void add_gaussian_(Tensors tensors, const Tensor& stream, const Tensor& std) {
   Tables tables;
   Tensors work;  // what the noise is added to: the tensor itself, or a wide contiguous copy
   for (const Tensor& t : tensors) {
+    check_there(t, device);
     const bool in_place = t.is_contiguous() && t.scalar_type() == wide_type(t);
     work.push_back(in_place ? t : torch::stable::to(torch::stable::contiguous(t), wide_type(t)));
     tables.add_target(work.back().mutable_data_ptr(), t.numel(), wide_type(t) == ScalarType::Double, true);
@@ -289,7 +304,7 @@ std::tuple<Tensor, Tensor> sparsify(const Tensor& vector, double keep_probabilit
 
 }  // namespace dpk::cuda
 
-STABLE_TORCH_LIBRARY_IMPL(dpkernels, CUDA, m) {
+STABLE_TORCH_LIBRARY_IMPL(dpkernels, DPK_DEVICE_KEY, m) {
   m.impl("clip_sum", TORCH_BOX(&dpk::cuda::clip_sum));
   m.impl("clip_difference_sum", TORCH_BOX(&dpk::cuda::clip_difference_sum));
   m.impl("clip_momentum_sum", TORCH_BOX(&dpk::cuda::clip_momentum_sum));

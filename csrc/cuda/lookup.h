@@ -57,7 +57,7 @@ inline int64_t lookup_blocks(int64_t length) { return (length + lookup_lines - 1
 
 // `next` has room for [samples, length], `partial` for [samples, lookup_blocks(length)].
 inline void launch_lookup(const int64_t* ids, const float* g, int64_t samples, int64_t length, int64_t width,
-                          int64_t* next, double* partial, DPK_STREAM queue) {
+                          int64_t* next, double* partial, cudaStream_t queue) {
   if (samples == 0 || length == 0) return;
   const auto rows = static_cast<unsigned>(samples < 65535 ? samples : 65535);
   const dim3 link_grid(static_cast<unsigned>((length + link_threads - 1) / link_threads), rows);

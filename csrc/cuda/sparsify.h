@@ -102,7 +102,7 @@ inline MaskRule mask_rule(int64_t seed, double keep_probability) {
 }
 
 // `counts` has room for mask_blocks(size) + 1; afterwards its last one is the number of kept elements.
-inline void launch_count(const MaskRule& rule, int64_t size, int64_t* counts, DPK_STREAM queue) {
+inline void launch_count(const MaskRule& rule, int64_t size, int64_t* counts, cudaStream_t queue) {
   const auto blocks = mask_blocks(size);
   if (blocks > 0) {
     DPK_LAUNCH(count_kept, static_cast<unsigned>(blocks), mask_threads, 0, queue, rule.stream, rule.threshold,
@@ -113,7 +113,7 @@ inline void launch_count(const MaskRule& rule, int64_t size, int64_t* counts, DP
 
 template <class T>
 void launch_gather(const T* x, const MaskRule& rule, int64_t size, const int64_t* offsets, int64_t* indices, T* values,
-                   DPK_STREAM queue) {
+                   cudaStream_t queue) {
   const auto blocks = static_cast<unsigned>(mask_blocks(size));
   if (blocks > 0) {
     DPK_LAUNCH(gather_kept<T>, blocks, mask_threads, 0, queue, x, rule.stream, rule.threshold, rule.keep_all, size,

@@ -243,7 +243,7 @@ struct Tables {
 
 template <Form form>
 void launch_products(const Source* sources, const Chunk* chunks, int64_t chunk_count, int64_t samples, double* partial,
-                     DPK_STREAM queue) {
+                     cudaStream_t queue) {
   if (chunk_count == 0 || samples == 0) return;
   const dim3 grid(static_cast<unsigned>(chunk_count), static_cast<unsigned>(samples < 65535 ? samples : 65535));
   DPK_LAUNCH(products<form>, grid, product_threads, 0, queue, sources, chunks, samples, partial);
@@ -252,7 +252,7 @@ void launch_products(const Source* sources, const Chunk* chunks, int64_t chunk_c
 template <Form form>
 void launch_coefficients(const double* partial, const int64_t* ends, int groups, int64_t samples,
                          const RuleNumbers& numbers, const double* max_norms, double* out, double* norms,
-                         DPK_STREAM queue) {
+                         cudaStream_t queue) {
   constexpr unsigned threads = 128;
   const auto blocks = static_cast<unsigned>((samples * warp_size + threads - 1) / threads);
   if (blocks == 0 || groups == 0) return;
@@ -262,7 +262,7 @@ void launch_coefficients(const double* partial, const int64_t* ends, int groups,
 
 template <Form form, class Noise>
 void launch_sums(const Target* targets, int count, int64_t total, const Source* sources, const Weights& weights,
-                 const Noise& noise, double scale, DPK_STREAM queue) {
+                 const Noise& noise, double scale, cudaStream_t queue) {
   constexpr int64_t each = sum_lanes * Noise::elements;
   const auto blocks = static_cast<unsigned>((total + each - 1) / each);
   if (blocks == 0) return;

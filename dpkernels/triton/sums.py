@@ -78,6 +78,7 @@ def outer_sum(a: Tensor, g: Tensor, weights: Tensor) -> Tensor:
     """As `reference_layers.outer_sum`."""
     samples, length = a.shape[:2]
     height, width = g.shape[2], a.shape[2]
+    weights = weights.contiguous()
     tile = configurations.tile(configurations.SUMS, height, width)
     tiles = triton.cdiv(height, tile.height) * triton.cdiv(width, tile.width)
     pieces = min(triton.cdiv(samples * length, PIECE), max(1, ENOUGH // max(tiles, 1)))

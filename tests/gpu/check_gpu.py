@@ -1,9 +1,11 @@
 """What only a GPU can show: that kernels load, launch, and give what the reference gives on the CPU."""
 
 import copy
+import os
 
 import pytest
 import torch
+import torch._dynamo.testing
 import torch.nn.functional as F
 
 import dpkernels as dpk
@@ -33,10 +35,13 @@ def close(found, wanted, tolerance=2e-6):
 
 def test_the_kernels_are_loaded(device):
     if device.type == "cuda":
-        assert ops.gpu_status["triton"] == "loaded"
+        assert ops.gpu_status["triton"].startswith("loaded")
         assert torch.version.hip or ops.gpu_status["cuda"] == "loaded"
         for name in gpu.triton_ops():
             assert torch._C._dispatch_has_kernel_for_dispatch_key(f"dpkernels::{name}", "CUDA")
+    elif "DPKERNELS_TEST_MODULE" in os.environ:
+        assert ops.native is None
+        assert torch._C._dispatch_has_kernel_for_dispatch_key("dpkernels::clip_sum", "CPU")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -59,6 +64,34 @@ def test_clipped_sums(kind, stream, device):
         close(getattr(torch.ops.dpkernels, name)(*there, *arguments[lists:]), getattr(reference, name)(*arguments))
 
 
+def test_sums_of_nobody_and_of_what_is_not_finite(device):
+    torch.manual_seed(0)
+    one = torch.tensor([0.5], dtype=torch.float64)
+    rows = [torch.randn(6, 700), torch.randn(6, 3)]
+    rows[0][1, 650], rows[1][4, 0] = float("nan"), float("inf")
+    for now in (rows, [t[:0] for t in rows], [t.T.contiguous().T for t in rows]):
+        found, norms = torch.ops.dpkernels.clip_sum(moved(now, device), one, None, STREAMS["philox"], STD)
+        wanted, true_norms = reference.clip_sum(now, one, None, STREAMS["philox"], STD)
+        assert all(t.isfinite().all() for t in found)
+        close(found, wanted)
+        close(norms, true_norms)
+
+
+@pytest.mark.parametrize("stream", [None, *STREAMS])
+def test_stored_rows(stream, device):
+    torch.manual_seed(0)
+    rows = [torch.randn(5, 300), torch.randn(5, 7, dtype=torch.float64), torch.randn(5, 300)]
+    sums = [torch.randn(300), torch.randn(7, dtype=torch.float64), torch.randn(11)]
+    weights = torch.rand(5, 3, dtype=torch.float64)
+    noise = (None, None) if stream is None else (STREAMS[stream], STD)
+    close(torch.ops.dpkernels.row_squares(moved(rows, device)), reference.row_squares(rows), 1e-12)
+    there = moved(sums, device)
+    filled, owner = [True, False, True], [0, 1, 0]
+    torch.ops.dpkernels.weighted_sum_(there, filled, moved(rows, device), owner, weights.to(device), *noise, 0.5)
+    reference.weighted_sum_(sums, filled, rows, owner, weights, *noise, 0.5)
+    close(there, sums)
+
+
 @pytest.mark.parametrize("stream", STREAMS)
 def test_noise_and_masks_are_those_of_the_cpu(stream, device):
     torch.manual_seed(0)
@@ -67,11 +100,12 @@ def test_noise_and_masks_are_those_of_the_cpu(stream, device):
     torch.ops.dpkernels.add_gaussian_(there, STREAMS[stream], STD)
     reference.add_gaussian_(tensors, STREAMS[stream], STD)
     close(there, tensors)
-    vector = torch.randn(100_000)
-    found = torch.ops.dpkernels.sparsify(vector.to(device), 0.2, torch.tensor([9]), STREAMS[stream], STD)
-    wanted = reference.sparsify(vector, 0.2, torch.tensor([9]), STREAMS[stream], STD)
-    assert torch.equal(found[1].cpu(), wanted[1])
-    close(found[0], wanted[0])
+    for kind in (torch.float32, torch.float64):
+        vector = torch.randn(100_000, dtype=kind)
+        found = torch.ops.dpkernels.sparsify(vector.to(device), 0.2, torch.tensor([9]), STREAMS[stream], STD)
+        wanted = reference.sparsify(vector, 0.2, torch.tensor([9]), STREAMS[stream], STD)
+        assert torch.equal(found[1].cpu(), wanted[1])
+        close(found[0], wanted[0])
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])

@@ -1,10 +1,17 @@
-"""For whoever has a GPU: `make gpu-test`. DPKERNELS_TEST_DEVICE=cpu runs the same tests without one, to try them."""
+"""For whoever has a GPU: `make gpu-test`. DPKERNELS_TEST_DEVICE=cpu runs the same tests without one, to try them.
+
+DPKERNELS_TEST_MODULE is a module of kernels to load first: the CUDA ones, built to run on the CPU.
+"""
 
 import os
 
 import pytest
 import torch
 
+import dpkernels  # noqa: F401  (defines the ops that a module has kernels for)
+
+if "DPKERNELS_TEST_MODULE" in os.environ:
+    torch.ops.load_library(os.environ["DPKERNELS_TEST_MODULE"])
 DEVICE = os.environ.get("DPKERNELS_TEST_DEVICE", "cuda")
 
 

@@ -29,6 +29,7 @@ struct dim3 {
   dim3(unsigned x_ = 1, unsigned y_ = 1, unsigned z_ = 1) : x(x_), y(y_), z(z_) {}
 };
 inline dim3 blockIdx, blockDim, gridDim;
+typedef struct EmulatedStream* cudaStream_t;
 #define threadIdx (dpk::emulation::place())
 // What the emulation itself reads and writes is no matter of the kernel's threads.
 #define DPK_UNSEEN __attribute__((no_sanitize_thread))
