@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import dpkernels as dpk
 from dpkernels import checks
-from dpkernels.accounting import Event, Ledger, PublishedBound
+from dpkernels.accounting import BudgetError, Event, Ledger, PublishedBound
 from dpkernels.paper_events import Accounting
 from dpkernels.ranks import Ranks, given
 
@@ -154,9 +154,12 @@ class DIFF2(TwoPoints):
     def step(self) -> None:
         """One round."""
         with self.ranks.doing(f"round {self.round + 1}"):
-            self._step()
+            refused = self._step()
+        if refused is not None:  # on all ranks, which are in step
+            raise BudgetError(refused)
 
-    def _step(self) -> None:
+    def _step(self) -> str | None:
+        """One round; in whose words a client's budget ended in it, if it did."""
         restart = self.round % self._restart_every == 0
         bound = self._gradient_norm if restart else self._difference_norm * self._distance()
         sigma = self._gradient_noise if restart else self._difference_noise
@@ -172,10 +175,14 @@ class DIFF2(TwoPoints):
         self._move(self._estimate, self._lr)
         self.round += 1
         if isinstance(self.routine, BVRLSGD):
-            p = self.round % len(self.clients)
+            p, refused = self.round % len(self.clients), None
             if p in self._own:
-                self._walk(self.routine, p)
-            self._follow(p)
+                try:
+                    self._walk(self.routine, p)
+                except BudgetError as error:
+                    refused = str(error)
+            return self._follow(p, refused)
+        return None
 
     def _gradients(self, bound: float) -> RowsOf:
         return lambda x, y: [(self._rows_now(x, y), bound, 1.0)]
@@ -204,17 +211,18 @@ class DIFF2(TwoPoints):
         finally:  # also where the budget ends in the middle of a walk
             self._earlier.load_state_dict(start)
 
-    def _follow(self, p: int) -> None:
-        """All ranks go on from where client p has come, with what it has entered."""
+    def _follow(self, p: int, refused: str | None) -> str | None:
+        """All ranks go on from where client p has come, with what it has entered, and know where its budget ended."""
         self.bytes_sent += 4 * self.width
-        if self.ranks.size == 1:
-            return
-        owner, (now, _) = self.ranks.owner(p, len(self.clients)), self._trained()
-        entered = self.ranks.from_rank((self.ledgers[p].state_dict(), self._local[p].releases), owner)
-        self.ranks.spread_([t.detach() for t in now], owner)
-        if p not in self._own:
-            self.ledgers[p].follow(entered[0])
-            self._local[p].skip(entered[1])
+        if self.ranks.size > 1:
+            owner, (now, _) = self.ranks.owner(p, len(self.clients)), self._trained()
+            told = self.ledgers[p].state_dict(), self._local[p].releases, refused
+            entries, releases, refused = self.ranks.from_rank(told, owner)
+            self.ranks.spread_([t.detach() for t in now], owner)
+            if p not in self._own:
+                self.ledgers[p].follow(entries)
+                self._local[p].skip(releases)
+        return refused
 
     def epsilon(self, delta: float, accounting: Accounting = "exact") -> float:
         """The epsilon at `delta` of all rounds so far: the largest over clients.

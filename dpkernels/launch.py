@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 GRACE = 20.0  # seconds for the others to say what they saw when one has failed
 
@@ -19,23 +20,23 @@ def run(count: int, arguments: Sequence[str]) -> int:
     Unlike torchrun it lets the others end by themselves when one fails, so that they can say which and why; who has not
     ended 20 seconds later is killed.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # here, where it outlives all ranks
     shared = {
         "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // count)),
         **os.environ,
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(store.port),
         "WORLD_SIZE": str(count),
         "LOCAL_WORLD_SIZE": str(count),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
     }
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    ranks = [
-        subprocess.Popen([sys.executable, *arguments], env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)})
-        for rank in range(count)
-    ]
+    ranks: list[subprocess.Popen[bytes]] = []
     try:
+        for number in range(count):
+            own = {**shared, "RANK": str(number), "LOCAL_RANK": str(number)}
+            ranks.append(subprocess.Popen([sys.executable, *arguments], env=own))
         return _ended(ranks)
     except KeyboardInterrupt:  # the terminal has told them too
         _ended(ranks, failed=time.monotonic())

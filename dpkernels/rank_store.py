@@ -82,6 +82,7 @@ class SignsOfLife:
                     self.verdict = self._store.get("verdict").decode()
                 going = not self._ended.wait(BEAT)
             self._store.set(f"ended/{self._rank}", "")
+            self._store.add("ended", 1)
 
     def end(self) -> None:
         """No further sign."""

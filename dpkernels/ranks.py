@@ -46,9 +46,9 @@ class Ranks:
         self.bytes_sent = 0  # by this rank, in messages to neighbours
         self._what = "the start"
         self._told = False  # the others, of an error of this rank before it sent or awaited anything
+        self._awaited = list(range(self.size))  # who may be the one that does not come
         self._begun = False  # to send or await, in what is being done
         store: Any = dist.distributed_c10d._get_default_store()
-        _made.append(self)
         name = f"dpkernels/{len(_made)}"  # the same on all, as they are made together
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
@@ -57,6 +57,7 @@ class Ranks:
         with self._watched():
             self._group = dist.new_group(timeout=timedelta(seconds=timeout))
             self._wait(dist.barrier(self._group, async_op=True))
+        _made.append(self)
 
     def share(self, count: int) -> range:
         """Which of `count` things, in order, are this rank's: as many as any other's, or one more."""
@@ -87,7 +88,8 @@ class Ranks:
             raise
         except BaseException as error:
             words = f"{type(error).__name__}: {error}"[:2000]
-            self._tell({"own": words})
+            self._told = True
+            self._tell({"own": words}, at_once=self._begun)
             if self._begun:
                 self._life.verdict = f"rank {self.rank} failed: {words} (at {what})"
             raise
@@ -135,11 +137,13 @@ class Ranks:
         """Messages from rank to rank, without the others: those awaited are put into their tensors."""
         if self.size == 1:
             return
-        calls = [dist.P2POp(dist.isend, t, rank, group=self._group) for rank, t in sent if t.numel()]
-        calls += [dist.P2POp(dist.irecv, t, rank, group=self._group) for rank, t in awaited if t.numel()]
+        calls = [(rank, dist.P2POp(dist.isend, t, rank, group=self._group)) for rank, t in sent if t.numel()]
+        calls += [(rank, dist.P2POp(dist.irecv, t, rank, group=self._group)) for rank, t in awaited if t.numel()]
         self.bytes_sent += sum(t.numel() * t.element_size() for _, t in sent)
         with self._watched():
-            for work in dist.batch_isend_irecv(calls) if calls else []:
+            works = dist.batch_isend_irecv([call for _, call in calls]) if calls else []
+            for (rank, _), work in zip(calls, works, strict=True):
+                self._awaited = [rank]
                 work.wait()
 
     def _in_buckets(self, tensors: Sequence[Tensor], start: Callable[[Tensor], Any]) -> None:
@@ -174,7 +178,7 @@ class Ranks:
 
     def _in_trouble(self) -> bool:
         try:
-            return self._store.count("trouble") > 0
+            return self._store.count("trouble") + self._store.count("ended") > 0
         except TimeoutError:  # of the store; whoever waits goes on until the end of its own time
             return False
 
@@ -183,9 +187,9 @@ class Ranks:
         if self._life.verdict is not None:
             raise RankError(f"{self._life.verdict}; the ranks are out of step since, start them anew")
         start, self._begun = time.monotonic(), True
+        self._awaited = list(range(self.size))
         try:
             if self._told:  # this rank is back
-                self._store.count("trouble", -1)
                 self._store.delete(f"report/{self.rank}")
                 self._told = False
             yield
@@ -194,24 +198,24 @@ class Ranks:
         except (RuntimeError, TimeoutError) as error:
             raise self._trouble(error, time.monotonic() - start) from error
 
-    def _tell(self, report: dict[str, Any]) -> None:
+    def _tell(self, report: dict[str, Any], *, at_once: bool) -> None:
+        """Leave a report; `at_once` ends those who wait, others find it when this rank ends or does not come."""
         with contextlib.suppress(RuntimeError, TimeoutError):
             self._store.set(f"report/{self.rank}", json.dumps(report))
-            self._store.count("trouble", 0 if self._told else 1)
-            self._told = True
+            self._store.count("trouble", int(at_once))
 
     def _trouble(self, error: Exception, waited: float) -> RankError:
         """Who is to blame, in the same words on all ranks: those of the first that finds out."""
         if self._life.verdict is not None:
             return RankError(self._life.verdict)
         where = f"at {self._what}, seen by rank {self.rank} after {waited:.1f} s"
-        self._tell({"late": waited >= self.timeout})
+        self._tell({"late": self._awaited if waited >= self.timeout else []}, at_once=True)
         try:
             verdict = self._store.propose("verdict", f"{self._blamed(error)} ({where})")
             if _holds_store(self.rank):
                 time.sleep(2.5 * BEAT)  # until all have read it: with this process the store goes
         except (RuntimeError, TimeoutError):
-            holder = "the store of torchrun" if _agent_holds_store() else "rank 0"
+            holder = "what started the ranks" if _agent_holds_store() else "rank 0"
             gone = f"{holder} cannot be reached any more: it was killed or stopped, or its machine is gone ({where})"
             verdict = self._life.verdict or gone
         self._life.verdict = verdict
@@ -224,7 +228,7 @@ class Ranks:
         time.sleep(2.5 * BEAT)
         lives += [[self._store.count(f"life/{rank}") for rank in range(self.size)]]
         reports = {rank: json.loads(self._store.read(f"report/{rank}") or "null") or {} for rank in range(self.size)}
-        late = any(report.get("late") for report in reports.values())
+        late = {rank for report in reports.values() for rank in report.get("late", ())}
         causes = []
         for rank, (before, after) in enumerate(zip(*lives, strict=True)):
             if "own" in reports[rank]:
@@ -235,7 +239,7 @@ class Ranks:
                 causes.append(f"rank {rank} has ended")
             elif before == after:
                 causes.append(f"rank {rank} shows no sign of life: it was killed, or stopped")
-            elif late:
+            elif rank in late:
                 causes.append(f"rank {rank} is alive, but did not come within {self.timeout:g} s")
         return "; ".join(causes) or f"the ranks lost touch: {str(error).splitlines()[0]}"
 
@@ -291,8 +295,15 @@ def start(timeout: float = 60.0) -> Ranks:
 
 
 def _leave() -> None:
-    """At the end of a process that joined others; after trouble it would wait for what is under way."""
-    if dist.is_initialized() and not any(ranks._life.verdict for ranks in _made):
+    """At the end of a process that joined others: who holds the store leaves last, so that others can tell why."""
+    if not dist.is_initialized():
+        return
+    if _made and _holds_store(dist.get_rank()):
+        end = time.monotonic() + 5 * BEAT
+        with contextlib.suppress(RuntimeError, TimeoutError):
+            while _made[-1]._store.count("ended") < _made[-1].size and time.monotonic() < end:
+                time.sleep(BEAT / 10)
+    if not any(ranks._life.verdict for ranks in _made):  # else it would wait for what is under way
         dist.destroy_process_group()
 
 

@@ -19,10 +19,9 @@ ISAS = ops.native.available_isas() if ops.native is not None else []
 SHARED = ("runs", "programs", "errors", "draws")
 
 
-def pytest_collection_modifyitems(items):
-    for item in items:
-        for name in set(SHARED) & set(item.fixturenames):
-            item.add_marker(pytest.mark.xdist_group(name))
+def pytest_itemcollected(item):
+    for name in set(SHARED) & set(getattr(item, "fixturenames", ())):
+        item.add_marker(pytest.mark.xdist_group(name))
 
 
 @pytest.fixture(autouse=True)

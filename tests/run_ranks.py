@@ -229,9 +229,8 @@ def differ(directory):
         except (RuntimeError, ValueError) as error:
             words[name] = str(error)
         dpk.__version__ = version
-    again = make()[1]
     time.sleep(2.5 if odd else 0)  # what was caught does not matter to who has to wait now
-    again(0)
+    make()[1](0)
     torch.save(words, directory / f"rank{dpk.ranks.current().rank}.pt")
 
 
@@ -241,20 +240,21 @@ def budgets(directory):
     tries = {
         "DPSGD": of_batches(partial(sgd, make=DPSGD.with_budget), **plan, steps=2, noise_multiplier=ABSENT),
         "DIFF2": of_clients(DIFF2.with_budget, 5, lr=0.3, restart_every=3, rounds=2, **NORMS, **plan),
+        "BVRLSGD": diff2(routine=BVRLSGD(6, 2, 1.0, 1.0), budget=(6.0, 1e-2), gradient_noise=5.0),
         "PriSMA": of_clients(PriSMA.with_budget, 5, rounds=2, **MOMENTUM, **plan),
         "SDMDSGD": sdm(SDMDSGD.with_budget, 4, rounds=2, sampling_rate=1.0, **plan),
     }
     words = {}
     for name, build in tries.items():
-        algorithm, step, _ = build(mlp)
-        step(0)
-        step(1)
+        algorithm, step, weights = build(mlp)
         try:
-            step(2)
+            for number in range(3):
+                step(number)
         except RuntimeError as error:
             words[name] = f"{type(error).__name__}: {error}"
         ledgers = getattr(algorithm, "ledgers", None) or [algorithm.ledger]
-        words[name, "entries"] = {len(ledger) for ledger in ledgers}
+        words[name, "entries"] = [len(ledger) for ledger in ledgers]
+        words[name, "weights"] = [t.detach().clone() for t in weights()]
     torch.save(words, directory / f"rank{dpk.ranks.current().rank}.pt")
 
 

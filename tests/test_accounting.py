@@ -4,7 +4,7 @@ import time
 
 import pytest
 import torch
-from dp_accounting import SingleEpochTreeAggregationDpEvent, UnsupportedEventError
+from dp_accounting import SingleEpochTreeAggregationDpEvent, UnsupportedEventError, dp_event
 from scipy import optimize, stats
 
 import dpkernels as dpk
@@ -204,3 +204,29 @@ def test_calibrate_finds_the_smallest_noise(rate, steps, target):
 def test_bad_arguments(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize(
+    ("adjacency", "z", "rate", "steps", "delta", "true"),
+    [
+        ("add-remove", 1.0, 0.01, 1000, 1e-12, 3.91430),
+        ("add-remove", 1.0, 0.01, 1000, 1e-13, 4.22982),
+        ("replace-one", 1.0, 0.001, 100_000, 1e-9, 4.08278),
+    ],
+)
+def test_rounding_does_not_make_epsilon_too_small(adjacency, z, rate, steps, delta, true):
+    """Where Fourier transforms round by as much as delta; the truth is by tilted ones, which do not."""
+    assert accounting.epsilon(accounting.poisson_gaussian(z, rate, steps, adjacency=adjacency), delta) >= true - 1e-5
+
+
+def test_a_delta_that_cannot_be_computed_is_refused():
+    with pytest.raises(ValueError, match="delta: got 1e-14, must be at least"):
+        accounting.epsilon(accounting.poisson_gaussian(2.0, 0.1, 500, adjacency="replace-one"), 1e-14)
+
+
+@pytest.mark.parametrize("delta", [1e-3, 1e-5, 1e-8])
+@pytest.mark.parametrize(("z", "steps"), [(0.7, 1), (3.0, 30), (40.0, 5000)])
+def test_grids_are_never_below_the_exact_curve_and_not_far_above(z, steps, delta):
+    event = dp_event.SelfComposedDpEvent(dp_event.GaussianDpEvent(z), steps)
+    exact = accounting.epsilon(accounting.gaussian(z, steps), delta)
+    assert exact <= accounting.epsilon(event, delta) <= exact * (1 + 5e-3)

@@ -125,6 +125,7 @@ def test_bytes_are_those_on_the_wire(model, runs, alone):
         ("stall", "DIFF2: mlp", 2, "rank 2 is alive, but did not come within 4 s"),
         ("stall", "SDMDSGD: mlp", 1, "rank 1 is alive, but did not come within 4 s"),
         ("error", "DPLSGD: mlp", 1, "rank 1 failed: ValueError: a disk is full"),
+        ("error", "DPSGD: mlp", 0, "rank 0 failed: ValueError: a disk is full"),
     ],
 )
 def test_a_rank_that_comes_to_grief_is_named_by_all_others_in_time(kind, case, rank, words, tmp_path):
@@ -162,11 +163,17 @@ def test_ranks_that_train_something_else_are_refused_by_all(tmp_path):
 def test_the_step_that_a_budget_refuses_is_refused_on_all_ranks(tmp_path):
     codes, told = ended(launch(2, "budgets", tmp_path), 60)
     assert codes == [0, 0], told
-    for rank in range(2):
-        words = torch.load(tmp_path / f"rank{rank}.pt")
-        for name in ("DPSGD", "DIFF2", "PriSMA", "SDMDSGD"):
-            assert words[name].startswith("BudgetError: release 3: would spend more than the budget"), words[name]
-            assert words[name, "entries"] == {2}
+    first, second = (torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2))
+    for name in ("DPSGD", "DIFF2", "PriSMA", "SDMDSGD"):
+        assert first[name].startswith("BudgetError: release 3: would spend more than the budget"), first[name]
+        assert second[name] == first[name]
+        assert set(first[name, "entries"]) == set(second[name, "entries"]) == {2}
+    name = "BVRLSGD"  # in the middle of one client's steps, on its rank
+    assert first[name] == second[name]
+    assert first[name].startswith("BudgetError")
+    assert len(set(first[name, "entries"])) > 1
+    assert first[name, "entries"] == second[name, "entries"]
+    assert all(torch.equal(a, b) for a, b in zip(first[name, "weights"], second[name, "weights"], strict=True))
 
 
 def test_shares_are_all_there_is():
