@@ -34,9 +34,9 @@ dev: $(STAMP)-dev $(STAMP)-build
 train: $(STAMP)-build
 	$(BIN)/dpkernels train --out runs/first-$$(date +%Y%m%d-%H%M%S)
 
-# A process for each core; a file whose tests share something slow stays in one of them. pytest-benchmark is for bench/.
+# A process for each core, file by file: tests of one share what is slow to make. pytest-benchmark is for bench/.
 test: dev
-	$(BIN)/python -m pytest -p no:benchmark -n auto --dist loadgroup
+	$(BIN)/python -m pytest -p no:benchmark -n auto --dist loadfile --no-loadscope-reorder --durations 25
 
 lint: $(STAMP)-dev
 	$(BIN)/ruff check .

@@ -165,6 +165,9 @@ def ops() -> list[Work]:
         Work("dense gram, 256 x 1M", 2.0 * b * d, "float64", rows),
         Work("weighted sum, 256 x 1M", 2.0 * b * d, "float64", rows + 4.0 * d),
         Work("outer gram, T = 128", b * 128.0 * 128 * 2 * side, "float64", 4.0 * b * 128 * 2 * side, OWN),
+        # widened copies of four factors, and two matrices T x T, are written and read
+        Work("outer inner of two, T = 128 (library)", b * 128.0 * 128 * 4 * side, "float64",
+             b * 128.0 * (4 * side * (4 + 2 * 8) + 2 * 2 * 8 * 128)),
         Work("outer rows, T = 128", 2.0 * b * 128 * side**2, "float32", 4.0 * b * (256 * side + side**2), OWN),
         product("outer sum, T = 1", b, 1, side, side, OWN),
         product("outer sum, T = 128", b, 128, side, side, OWN),

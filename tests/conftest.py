@@ -15,15 +15,6 @@ from dpkernels import ops
 ISAS = ops.native.available_isas() if ops.native is not None else []
 
 
-# Fixtures that take long and serve several tests, which therefore stay in one process.
-SHARED = ("runs", "programs", "errors", "draws")
-
-
-def pytest_itemcollected(item):
-    for name in set(SHARED) & set(getattr(item, "fixturenames", ())):
-        item.add_marker(pytest.mark.xdist_group(name))
-
-
 @pytest.fixture(autouse=True)
 def poisoned_empty():
     """torch.empty, also inside the kernels, comes filled with NaN: an element that is not written shows."""
