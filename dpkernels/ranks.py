@@ -166,19 +166,21 @@ class Ranks:
         if not on_cpu or dist.get_backend(self._group) == "nccl":
             work.wait()
             return
-        end = time.monotonic() + self.timeout
+        start = time.monotonic()
+        end = start + self.timeout
         while True:
             try:
                 work.wait(timedelta(seconds=min(BEAT, max(end - time.monotonic(), 1e-3))))
                 return
             except RuntimeError as error:
                 late = time.monotonic() >= end
-                if "timed out" not in str(error).lower() or late or self._in_trouble():
+                if "timed out" not in str(error).lower() or late or self._in_trouble(time.monotonic() - start):
                     raise
 
-    def _in_trouble(self) -> bool:
+    def _in_trouble(self, waited: float) -> bool:
+        """Whether somebody said so, or has ended: but what it sent before may still be on its way."""
         try:
-            return self._store.count("trouble") + self._store.count("ended") > 0
+            return self._store.count("trouble") > 0 or (waited > 3 * BEAT and self._store.count("ended") > 0)
         except TimeoutError:  # of the store; whoever waits goes on until the end of its own time
             return False
 
@@ -299,7 +301,7 @@ def _leave() -> None:
     if not dist.is_initialized():
         return
     if _made and _holds_store(dist.get_rank()):
-        end = time.monotonic() + 5 * BEAT
+        end = time.monotonic() + 8 * BEAT
         with contextlib.suppress(RuntimeError, TimeoutError):
             while _made[-1]._store.count("ended") < _made[-1].size and time.monotonic() < end:
                 time.sleep(BEAT / 10)
