@@ -134,9 +134,7 @@ class PriSMA(TwoPoints):
             self._step()
 
     def _step(self) -> None:
-        std, row_norm = self._of_release()
-        for noise in self._noises:  # none sends if one may not
-            noise.with_std(std).check(row_norm, self.width)
+        self._refuse_beyond()
         for i in range(len(self.clients)):
             self._client_step(i) if i in self._own else self._count(i)
         self.bytes_sent += 4 * self.width * len(self.clients)
@@ -152,6 +150,14 @@ class PriSMA(TwoPoints):
         norm = math.hypot(*(float(t.norm()) for t in mean.values()))
         self._move(mean, self._lr * (self._server_norm / norm if norm > self._server_norm else 1.0))
         self.round += 1
+
+    def _refuse_beyond(self) -> None:
+        """None sends if one may not."""
+        if self.ledgers[0].budget is None:
+            return
+        std, row_norm = self._of_release()
+        for noise in self._noises:
+            noise.with_std(std).check(row_norm, self.width)
 
     def _client_step(self, i: int) -> None:
         """Client i's estimate, which it sends, gets its correction with noise of its own."""

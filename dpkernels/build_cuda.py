@@ -68,7 +68,8 @@ if __name__ == "__main__":
         print("dpkernels: nothing to build for AMD, where all kernels are Triton's or the library's")
         sys.exit()
     try:
-        build(gpus=sys.argv[1:])
+        chosen = sys.argv[1:] or known_gpus()
+        build(gpus=chosen)
     except RuntimeError as error:
         sys.exit(f"dpkernels: {error}")
-    print(f"built {MODULE.name} for {', '.join(sys.argv[1:] or known_gpus())}")
+    print(f"built {MODULE.name} for {', '.join(chosen)}")

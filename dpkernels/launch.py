@@ -9,8 +9,6 @@ import sys
 import time
 from collections.abc import Sequence
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
 GRACE = 20.0  # seconds for the others to say what they saw when one has failed
 
 
@@ -20,6 +18,8 @@ def run(count: int, arguments: Sequence[str]) -> int:
     Unlike torchrun it lets the others end by themselves when one fails, so that they can say which and why; who has not
     ended 20 seconds later is killed.
     """
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # some builds of torch have none
+
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # here, where it outlives all ranks
     shared = {
         "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // count)),

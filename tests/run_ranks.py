@@ -123,9 +123,8 @@ ALGORITHMS = {
     "SDMDSGD, key of the OS": sdm(SDMDSGD, 4, seed=None, noise_std=1e-5, sampling_rate=1.0),
     "SDMDSGD, budget": sdm(SDMDSGD.with_budget, 4, epsilon=4.0, delta=1e-2, rounds=STEPS, sampling_rate=1.0),
 }
-UNSEEDED = [
-    name for name in ALGORITHMS if "key" in name or "secure" in name
-]  # with next to no noise, for the sake of comparison
+# With next to no noise, for the sake of comparison.
+UNSEEDED = [name for name in ALGORITHMS if "key" in name or "secure" in name]
 MODELS = {"mlp": mlp, "cnn": cnn}
 CASES = [f"{name}: {model}" for name in ALGORITHMS for model in MODELS]
 
