@@ -15,19 +15,30 @@ namespace dpk {
 namespace {
 
 constexpr int min_block = 2, max_block = 32;
-constexpr int64_t shared_cache_bytes = 1 << 23;  // a part of the last level, which others use too
+constexpr int64_t tiles_at_a_time = 8;  // that are summed: the sum over them stays in the second-level cache
 constexpr int64_t max_slots = 16, samples_per_slot = 64;
 constexpr int64_t long_row_bytes = int64_t{1} << 17;
 constexpr int64_t grain_elements = 1 << 15;
 
-// Most of each thread's own second-level cache. Blocks do not change the result.
+// Each thread's own second-level cache. Blocks do not change the result.
 int64_t cache_bytes() {
 #if defined(_SC_LEVEL2_CACHE_SIZE)
   static const int64_t found = sysconf(_SC_LEVEL2_CACHE_SIZE);
 #else
   static const int64_t found = 0;
 #endif
-  return std::clamp<int64_t>(found > 0 ? found : 1 << 20, 1 << 18, 1 << 22) * 13 / 16;
+  return std::clamp<int64_t>(found > 0 ? found : 1 << 20, 1 << 18, 1 << 22);
+}
+
+// What so many threads may count on of the last-level cache, which others share: a virtual machine's system tells the
+// size of all there is.
+int64_t shared_cache_bytes(int64_t threads) {
+#if defined(_SC_LEVEL3_CACHE_SIZE)
+  static const int64_t found = sysconf(_SC_LEVEL3_CACHE_SIZE);
+#else
+  static const int64_t found = 0;
+#endif
+  return std::min(found / 2, threads << 23);
 }
 
 struct Tile {
@@ -141,10 +152,12 @@ class BlockedSum {
     return c.before ? c.before + sample * c.before_stride + t.start * element_bytes(c.element) : nullptr;
   }
 
-  void gram(const Tile& t, int64_t sample, double* products) const {
+  // Inner products of a row over one tile, [m], or also of the one that is so many samples `apart`, [2][m].
+  void gram(const Tile& t, int64_t sample, int count, int64_t apart, double* products) const {
     const int element = static_cast<int>(p_.columns[static_cast<size_t>(t.column)].element);
-    std::fill_n(products, m_, 0.0);
-    kernels_.gram[static_cast<int>(p_.form)][element](now_at(t, sample), before_at(t, sample), t.length, products);
+    Row rows[2];
+    for (int r = 0; r < count; ++r) rows[r] = {now_at(t, sample + r * apart), before_at(t, sample + r * apart), {}};
+    kernels_.gram[static_cast<int>(p_.form)][element](rows, count, t.length, products);
   }
 
   void add(Block& block, int row, const Tile& t, const double* products) const {
@@ -171,17 +184,23 @@ class BlockedSum {
     }
   }
 
-  // Adds the block's rows to the sum over one tile.
-  void accumulate(const Block& block, const Tile& t, double* sum) const {
-    Row rows[max_block];
-    int live = 0;
-    for (int r = 0; r < block.rows; ++r) {
-      if (!block.live[static_cast<size_t>(r)]) continue;
-      const double* c = &block.coefficient[static_cast<size_t>((r * p_.groups + t.group) * 3)];
-      rows[live++] = {now_at(t, block.first + r), before_at(t, block.first + r), {c[0], c[1], c[2]}};
+  // Adds the block's rows to the sum over some tiles: a stretch of neighbours and a few rows at a time.
+  void accumulate(const Block& block, int64_t begin, int64_t end, double* sum) const {
+    while (begin < end) {
+      Tile t = tiles_[static_cast<size_t>(begin)];
+      const int64_t most = std::min(end, begin + tiles_at_a_time);
+      while (++begin < most && tiles_[static_cast<size_t>(begin)].column == t.column)
+        t.length += tiles_[static_cast<size_t>(begin)].length;
+      const int element = static_cast<int>(p_.columns[static_cast<size_t>(t.column)].element);
+      Row rows[max_block];
+      int live = 0;
+      for (int r = 0; r < block.rows; ++r) {
+        if (!block.live[static_cast<size_t>(r)]) continue;
+        const double* c = &block.coefficient[static_cast<size_t>((r * p_.groups + t.group) * 3)];
+        rows[live++] = {now_at(t, block.first + r), before_at(t, block.first + r), {c[0], c[1], c[2]}};
+      }
+      kernels_.accumulate[static_cast<int>(p_.form)][element](sum + t.sum_at, t.length, rows, live);
     }
-    const int element = static_cast<int>(p_.columns[static_cast<size_t>(t.column)].element);
-    kernels_.accumulate[static_cast<int>(p_.form)][element](sum, t.length, rows, live);
   }
 
   // On to the next samples, at most `capacity` of them, before `end`; false if there are none.
@@ -192,32 +211,37 @@ class BlockedSum {
     return block.rows > 0;
   }
 
-  // Samples in a block: as many as fit the caches of the threads that share it, or a few, which the last level may
-  // hold.
-  int64_t rows_for(int64_t threads) const {
-    const int64_t fit = cache_bytes() * threads / row_bytes_;
-    return std::clamp<int64_t>(fit >= min_block ? fit : shared_cache_bytes / row_bytes_, min_block, max_block);
+  // Samples in a block: as many as fit in so much cache; 0 if that is hardly one.
+  int64_t rows_in(int64_t bytes) const {
+    const int64_t fit = bytes / row_bytes_;
+    return fit < min_block ? 0 : std::min<int64_t>(fit, max_block);
   }
 
-  // Inner products of a block over some tiles, in the order of memory: within a column, sample after sample.
+  // Inner products of a block over some tiles, in the order of memory: of one input the two halves of the block side by
+  // side, of two inputs (which are two streams already) sample after sample.
   template <class Take>
   void read(const Block& block, int64_t begin, int64_t end, const Take& take) const {
+    double products[2 * max_products];
+    const int apart = has_before(p_.form) ? block.rows : (block.rows + 1) / 2;
     while (begin < end) {
       int64_t stop = begin;
       while (stop < end && tiles_[static_cast<size_t>(stop)].column == tiles_[static_cast<size_t>(begin)].column)
         ++stop;
-      for (int r = 0; r < block.rows; ++r) {
-        for (int64_t t = begin; t < stop; ++t) take(r, t, tiles_[static_cast<size_t>(t)]);
+      for (int r = 0; r < apart; ++r) {
+        const int count = r + apart < block.rows ? 2 : 1;
+        for (int64_t t = begin; t < stop; ++t) {
+          gram(tiles_[static_cast<size_t>(t)], block.first + r, count, apart, products);
+          for (int k = 0; k < count; ++k) take(r + k * apart, t, products + k * m_);
+        }
       }
       begin = stop;
     }
   }
 
   void sum_by_samples() {
-    const int64_t capacity = rows_for(1);
+    const int64_t capacity = std::max<int64_t>(rows_in(cache_bytes() / 2), min_block);
     parallel_for(0, slots_, 1, [&](int64_t begin, int64_t end) {
       Block block = make_block(capacity);
-      double partial[max_products];
       for (int64_t slot = begin; slot < end; ++slot) {
         double* sum = sum_ + slot * sum_size_;
         std::fill_n(sum, sum_size_, 0.0);
@@ -225,45 +249,69 @@ class BlockedSum {
         block.first = slot * p_.batch / slots_;
         block.rows = 0;
         while (next_block(block, last, capacity)) {
-          read(block, 0, tile_count(), [&](int r, int64_t, const Tile& t) {
-            gram(t, block.first + r, partial);
-            add(block, r, t, partial);
+          read(block, 0, tile_count(), [&](int r, int64_t t, const double* products) {
+            add(block, r, tiles_[static_cast<size_t>(t)], products);
           });
           apply_rule(block);
-          for (const Tile& t : tiles_) accumulate(block, t, sum + t.sum_at);
+          accumulate(block, 0, tile_count(), sum);
         }
       }
     });
   }
 
-  void sum_by_columns() {
-    const int64_t capacity = rows_for(torch::stable::get_num_threads());
-    const int64_t mean_tile = width_ / tile_count() + 1;
-    const int64_t grain = grain_elements / (mean_tile * capacity) + 1;
-    Block block = make_block(capacity);
-    std::vector<double> partial(static_cast<size_t>(capacity * tile_count() * m_));
-    const auto partial_at = [&](int row, int64_t tile) {
-      return &partial[static_cast<size_t>((row * tile_count() + tile) * m_)];
-    };
-    std::fill_n(sum_, sum_size_, 0.0);
-    // One stretch of threads' work sums a block and reads the next: each thread's columns are then in its own cache.
-    Block next = make_block(capacity);
-    while (next_block(next, p_.batch, capacity) || block.rows > 0) {
-      parallel_for(0, tile_count(), grain, [&](int64_t begin, int64_t end) {
-        for (int64_t t = begin; t < end; ++t) {
-          const Tile& tile = tiles_[static_cast<size_t>(t)];
-          accumulate(block, tile, sum_ + tile.sum_at);
-        }
-        read(next, begin, end,
-             [&](int r, int64_t t, const Tile& tile) { gram(tile, next.first + r, partial_at(r, t)); });
-      });
-      for (int r = 0; r < next.rows; ++r) {
-        for (int64_t t = 0; t < tile_count(); ++t) add(next, r, tiles_[static_cast<size_t>(t)], partial_at(r, t));
+  // Inner products of each tile on its own, so that threads may share tiles; then added in order.
+  class Partials {
+   public:
+    Partials(const BlockedSum& sum, int64_t capacity)
+        : sum_(sum), values_(static_cast<size_t>(capacity * sum.tile_count() * sum.m_)) {}
+
+    void read(const Block& block, int64_t begin, int64_t end) {
+      sum_.read(block, begin, end,
+                [&](int r, int64_t t, const double* products) { std::copy_n(products, sum_.m_, at(r, t)); });
+    }
+
+    void add_to(Block& block) {
+      for (int r = 0; r < block.rows; ++r) {
+        for (int64_t t = 0; t < sum_.tile_count(); ++t)
+          sum_.add(block, r, sum_.tiles_[static_cast<size_t>(t)], at(r, t));
       }
+    }
+
+   private:
+    double* at(int row, int64_t tile) {
+      return &values_[static_cast<size_t>((row * sum_.tile_count() + tile) * sum_.m_)];
+    }
+    const BlockedSum& sum_;
+    std::vector<double> values_;
+  };
+
+  int64_t grain(int64_t rows) const { return grain_elements / ((width_ / tile_count() + 1) * rows) + 1; }
+
+  // One stretch of threads' work sums a block and reads the next: each thread's columns are then in its own cache.
+  void sum_by_columns() {
+    std::fill_n(sum_, sum_size_, 0.0);
+    const int64_t capacity = rows_in_cache();
+    Block block = make_block(capacity), next = make_block(capacity);
+    Partials partials(*this, capacity);
+    while (next_block(next, p_.batch, capacity) || block.rows > 0) {
+      parallel_for(0, tile_count(), grain(capacity), [&](int64_t begin, int64_t end) {
+        accumulate(block, begin, end, sum_);
+        partials.read(next, begin, end);
+      });
+      partials.add_to(next);
       apply_rule(next);
       std::swap(block, next);
       next.first = block.first, next.rows = block.rows;
     }
+  }
+
+  // Samples in a block: as many as the threads' own caches hold, or else the one they share. Longer rows are read from
+  // memory twice, so that there blocks are large.
+  int64_t rows_in_cache() const {
+    const int64_t threads = torch::stable::get_num_threads();
+    int64_t fit = rows_in(cache_bytes() * 13 / 16 * threads);
+    if (fit == 0) fit = rows_in(shared_cache_bytes(threads));
+    return fit > 0 ? fit : max_block;
   }
 
   void write_out() const {

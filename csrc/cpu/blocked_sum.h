@@ -5,13 +5,14 @@
 //   c_i        = rule(products_i)
 //   out        = sum_i value(row_i; c_i) + std * z   from cache; noise as the sum is written
 //
-// Samples go in blocks that fit the second-level cache: rows are read one after the other for their inner products, as
-// the hardware fetches best, and then summed from cache, tile of columns by tile. (Fetching the next block by hand
-// while this one is summed was tried and is slower: 1.7 against 1.15 reads, for rows of 8k on a Zen 4.) Two ways to
-// share the work, chosen by shape alone so that the result is too:
+// Samples go in blocks that fit a cache: rows are read two at a time for their inner products, and then summed from
+// cache, stretch of columns by stretch. (Fetching the next block while this one is summed, by hand or by reading it in
+// the same loop, was tried and is slower: it is the hardware's own fetching that is fast.) Two ways to share the work,
+// chosen by shape alone so that the result is too:
 //
 //   by samples   short rows: up to 16 slots of samples, each with its own sum, added in order at the end
-//   by columns   long rows or few samples: threads share the columns of each block
+//   by columns   long rows or few samples: threads share the columns of each block, which the threads' own caches hold
+//                or else the last-level one. Rows too long even for that are read from memory twice
 //
 // Inner products are taken over fixed tiles of columns and added in order; sums go sample after sample.
 // So the bits do not depend on the number of threads.
