@@ -184,13 +184,17 @@ class BlockedSum {
     }
   }
 
-  // Adds the block's rows to the sum over some tiles: a stretch of neighbours and a few rows at a time.
+  // Adds the block's rows to the sum over some tiles, a stretch of neighbours at a time: the last first, as they were
+  // read last and may be in a nearer cache.
   void accumulate(const Block& block, int64_t begin, int64_t end, double* sum) const {
     while (begin < end) {
-      Tile t = tiles_[static_cast<size_t>(begin)];
-      const int64_t most = std::min(end, begin + tiles_at_a_time);
-      while (++begin < most && tiles_[static_cast<size_t>(begin)].column == t.column)
-        t.length += tiles_[static_cast<size_t>(begin)].length;
+      Tile t = tiles_[static_cast<size_t>(--end)];
+      const int64_t least = std::max(begin, end - tiles_at_a_time + 1);
+      for (; end > least && tiles_[static_cast<size_t>(end - 1)].column == t.column; --end) {
+        const int64_t length = t.length;
+        t = tiles_[static_cast<size_t>(end - 1)];
+        t.length += length;
+      }
       const int element = static_cast<int>(p_.columns[static_cast<size_t>(t.column)].element);
       Row rows[max_block];
       int live = 0;

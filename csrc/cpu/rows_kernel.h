@@ -81,6 +81,14 @@ inline void add_value(V& total, V a, V b, const double* c) {
   }
 }
 
+inline double sum_of_lanes(Doubles x) {
+  for (int half = double_lanes / 2; half > 0; half /= 2) {
+#pragma GCC unroll 4
+    for (int l = 0; l < half; ++l) x[l] += x[l + half];
+  }
+  return x[0];
+}
+
 constexpr int64_t ahead = 2048;  // bytes
 
 // locality 0: for the last time, so that it need not stay in any cache.
@@ -122,8 +130,7 @@ inline void gram_of(const Row* rows, int64_t n, double* products) {
     for (int k = 0; k < m; ++k) {
       Doubles total = {};
       for (int u = 0; u < unroll; ++u) total += sum[r][u][k];
-      for (int l = 0; l < double_lanes; ++l) rest[k] += total[l];
-      products[r * m + k] = rest[k];
+      products[r * m + k] = rest[k] + sum_of_lanes(total);
     }
   }
 }
