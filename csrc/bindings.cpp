@@ -52,6 +52,7 @@ PYBIND11_MODULE(_native, m) {
   m.def("use_isa", &dpk::use_isa, pybind11::arg("name"), "Switch to another available instruction set.");
   m.def("pool_bytes", &dpk::pool_bytes, "Memory kept for rows of later steps.");
   m.def("empty_pool", &dpk::empty_pool, "Give that memory back to the system.");
+  m.def("keep_freed", &dpk::keep_freed, "Have the C library keep freed memory for later, unless the user tuned it.");
   m.def("trim", &dpk::trim, "Give freed memory that the C library keeps back to the system.");
   m.def("normals", &normals, pybind11::arg("key"), pybind11::arg("release"), pybind11::arg("first_group"),
         pybind11::arg("groups"), "The standard normals of groups of 64 elements of a release.");

@@ -57,7 +57,7 @@ def propagate(
 ) -> None:
     """Mark the results of an op, and what it wrote into. `operands`, where known: those that hold samples."""
     if operands is None:
-        operands = [t for t in flat_tensors((args, kwargs)) if tape.holds_samples(t)]
+        operands = [t for t in flat_tensors((args, kwargs) if kwargs else args) if tape.holds_samples(t)]
     name = getattr(func, "__name__", "")
     out = kwargs.get("out")
     if not operands:

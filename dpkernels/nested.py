@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_SEQUENCES = (list, tuple)
 _LEAVES = {int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size, slice}  # known to hold no tensor
 
 
@@ -23,9 +24,11 @@ def flat_tensors(x: Any) -> list[Tensor]:
 def _collect(x: Any, found: list[Tensor]) -> None:  # runs for every op of a model: the frequent kinds first
     if isinstance(x, Tensor):
         found.append(x)
-    elif isinstance(x, list | tuple):
+    elif isinstance(x, _SEQUENCES):
         for item in x:
-            if type(item) not in _LEAVES:
+            if isinstance(item, Tensor):
+                found.append(item)
+            elif type(item) not in _LEAVES:
                 _collect(item, found)
     elif isinstance(x, Mapping):
         for item in x.values():
@@ -68,7 +71,7 @@ def map_tensors(f: Callable[[Tensor], Any], x: Any) -> Any:
         return f(x)
     if isinstance(x, tuple) and hasattr(x, "_fields"):
         return type(x)(*(map_tensors(f, item) for item in x))
-    if isinstance(x, list | tuple):
+    if isinstance(x, _SEQUENCES):
         return type(x)([map_tensors(f, item) for item in x])
     if isinstance(x, Mapping):
         return {key: map_tensors(f, item) for key, item in x.items()}

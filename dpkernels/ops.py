@@ -48,6 +48,8 @@ SCHEMAS = {
     " -> (Tensor, Tensor, Tensor)",
     "group_norm_rows": "(Tensor x, Tensor g, Tensor? w, int groups, float epsilon, bool input_gradient)"
     " -> (Tensor, Tensor, Tensor)",
+    "max_pool": "(Tensor x, int[] kernel, int[] stride, int[] padding, int[] size) -> (Tensor, Tensor)",
+    "max_pool_input": "(Tensor g, Tensor where, int[] kernel, int[] stride, int[] padding, int[] size) -> Tensor",
     "row_squares": "(Tensor[] tensors) -> Tensor",
     "lookup_squares": "(Tensor ids, Tensor g) -> Tensor",
     "weighted_sum_": "(Tensor(a!)[] sums, bool[] filled, Tensor[] rows, int[] owner, Tensor weights, Tensor? stream,"

@@ -27,6 +27,7 @@ from dpkernels.rules.broadcast import expanded
 from dpkernels.rules.derived import each_of_derived
 from dpkernels.rules.fallback import fallback
 from dpkernels.rules.norm import refuse_mixing
+from dpkernels.rules.pooling import QUICK
 from dpkernels.rules.registry import apart
 from dpkernels.swapping import Held, gradients_aside, running
 from dpkernels.tape import LOST, Plan, RecordingError, Tape, Tracked
@@ -34,6 +35,7 @@ from dpkernels.taps import no_autocast
 
 LossFunction = Callable[[Any, Any], Tensor]
 Result = TypeVar("Result")
+_HOLDING = (Tensor, list, tuple)  # what may hold tensors
 
 
 class _Recorder(TorchFunctionMode):
@@ -61,8 +63,8 @@ class _Recorder(TorchFunctionMode):
             refuse_mixing(func, args, kwargs)
             if not tape.replaced:
                 _refuse_overwriting(tape, func, args, kwargs)
-            result = func(*args, **kwargs)
-        if result is None or isinstance(result, Tensor | list | tuple):
+            result = QUICK.get(func, func)(*args, **kwargs)
+        if result is None or isinstance(result, _HOLDING):
             propagate(tape, func, args, kwargs, result)
         return result
 
@@ -78,16 +80,19 @@ def backward(tensors: Any, grad_tensors: Any = None, *_: Any, **__: Any) -> None
 
 def _run(tape: Tape, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """An op with a parameter among its arguments."""
-    tensors = flat_tensors((args, kwargs))
+    tensors = flat_tensors((args, kwargs) if kwargs else args)
     name = getattr(func, "__name__", "")
+    operands = []
     for t in tensors:
-        if isinstance(t, Tracked) and t._tape is not tape:
+        if not isinstance(t, Tracked):
+            if tape.holds_samples(t):
+                operands.append(t)
+        elif t._tape is not tape:
             raise RecordingError(
                 f"parameter {t._label}: a tensor made of it was kept from an earlier call; make it anew in each forward"
             )
     _refuse_writing(name, args, kwargs)
     refuse_mixing(func, args, kwargs)
-    operands = [t for t in tensors if tape.holds_samples(t)]
     if operands and tape.walking:
         _refuse_whole(name, tensors)
     if not torch.is_grad_enabled() and not apart(*tensors):
@@ -136,7 +141,7 @@ def _derive(tape: Tape, func: Any, name: str, tensors: list[Tensor], args: Any, 
                 derived._lookup = (args[1], args[0])
         return derived
 
-    return map_tensors(wrap, result) if isinstance(result, Tensor | list | tuple) else result
+    return map_tensors(wrap, result) if isinstance(result, _HOLDING) else result
 
 
 def _refuse_whole(name: str, tensors: list[Tensor]) -> None:

@@ -250,3 +250,28 @@ def _normalised_backward(x: Tensor, g: Tensor, normalised: Tensor, epsilon: floa
     variance = (x - x.mean((2, 3), keepdim=True)).square().mean((2, 3), keepdim=True)
     inverse = (variance + epsilon).rsqrt()
     return inverse * (g - g.mean((2, 3), keepdim=True) - normalised * (g * normalised).mean((2, 3), keepdim=True))
+
+
+def max_pool(
+    x: Tensor, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], size: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """The largest of each window of x [N, C, H, W], and which element of its window it is, row by row."""
+    floors = [(n + 2 * p - k) // s + 1 for n, k, s, p in zip(x.shape[2:], kernel, stride, padding, strict=True)]
+    arguments = (list(kernel), list(stride), list(padding), 1, list(size) != floors)
+    y, index = torch.nn.functional.max_pool2d(x, *arguments, return_indices=True)
+    rows, columns = (torch.arange(n, device=x.device) * s - p for n, s, p in zip(size, stride, padding, strict=True))
+    row, column = index // x.shape[3] - rows[:, None], index % x.shape[3] - columns
+    return y, (row * kernel[1] + column).to(torch.uint8)
+
+
+def max_pool_input(
+    g: Tensor, where: Tensor, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], size: Sequence[int]
+) -> Tensor:
+    """The gradient of the input, [N, C, *size]: that of each window goes to its largest."""
+    rows, columns = (
+        torch.arange(n, device=g.device) * s - p for n, s, p in zip(g.shape[2:], stride, padding, strict=True)
+    )
+    code = where.long()
+    index = (rows[:, None] + code // kernel[1]) * size[1] + columns + code % kernel[1]
+    dx = g.new_zeros(*g.shape[:2], size[0] * size[1])
+    return dx.scatter_add(2, index.flatten(2), g.flatten(2)).view(*g.shape[:2], *size)

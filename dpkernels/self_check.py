@@ -52,7 +52,7 @@ def ensure(
         if len(plans) >= 256:
             plans.clear()
         plans[key] = check(model, loss_fn, inputs, targets, walking)
-        planner.trim()  # copies of the model that it took
+        planner.settle()
     return plans[key]
 
 

@@ -24,6 +24,10 @@ def signature(members: Members, loss_fn: Any, inputs: Any, targets: Any) -> Any:
     return repr(forms), _identity(loss_fn, ()), parts, tuple(members.trainable), tuple(precision)
 
 
+_AS_THEY_ARE = (bool, str, Enum)
+_BY_FORM = (int, float, complex, Tensor, type)
+
+
 def _identity(x: Any, seen: tuple[int, ...]) -> Any:
     """What tells one model or loss function from another. One made anew in the same way is the same one.
 
@@ -31,9 +35,9 @@ def _identity(x: Any, seen: tuple[int, ...]) -> Any:
     numbers (which change as training goes) and tensors by form; other objects as objects. So a model that switches by a
     number it keeps is not checked again.
     """
-    if x is None or isinstance(x, bool | str | Enum):
+    if x is None or isinstance(x, _AS_THEY_ARE):
         return x
-    if isinstance(x, int | float | complex | Tensor | type) or id(x) in seen:
+    if isinstance(x, _BY_FORM) or id(x) in seen:
         return type(x)
     inside = (*seen, id(x))
     if isinstance(x, partial):
@@ -65,9 +69,9 @@ _SWITCHES = (bool, str, Enum, partial, types.FunctionType, types.MethodType, typ
 
 
 def _switches(module: nn.Module, seen: tuple[int, ...]) -> tuple[Any, ...]:
-    named = tuple((k, _identity(v, seen)) for k, v in own_attributes(module) if isinstance(v, _SWITCHES))
+    named = tuple([(k, _identity(v, seen)) for k, v in own_attributes(module) if isinstance(v, _SWITCHES)])
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    return named, tuple(_identity(hook, seen) for hook in hooks)
+    return named, tuple([_identity(hook, seen) for hook in hooks])
 
 
 def _content(cell: Any) -> Any:

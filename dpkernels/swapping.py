@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpkernels.members import Members, own_attributes
+from dpkernels.members import Members, loose_tensors
 from dpkernels.tape import Tracked
 
 Held = tuple[dict[str, Any], str, Any]  # a module's dict, a name in it, and what stood there
@@ -24,7 +24,7 @@ def swapped(members: Members, replacements: Mapping[int, Tensor], undone: bool =
     undo: list[Held] = []
     flat: list[tuple[Any, list[Any]]] = []
     modules = members.modules.values()
-    loose = [(m, {k: v for k, v in own_attributes(m) if isinstance(v, Tensor)}) for m in modules]
+    loose = [(m, loose_tensors(m)) for m in modules]
     try:
         for module in modules:
             held: dict[str, Any]
@@ -45,7 +45,7 @@ def swapped(members: Members, replacements: Mapping[int, Tensor], undone: bool =
         for module, weights in flat:
             module.__dict__["_flat_weights"] = weights
         for module, tensors in loose:  # weight_norm by hooks leaves the weight it made on the module
-            now = [k for k, v in own_attributes(module) if isinstance(v, Tensor) and (undone or type(v) is Tracked)]
+            now = [k for k, v in loose_tensors(module).items() if undone or type(v) is Tracked]
             for name in now:
                 vars(module).pop(name)
                 vars(module).update({name: tensors[name]} if name in tensors else {})

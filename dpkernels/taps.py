@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -89,11 +89,15 @@ def _refuse_second_derivative(tape: Tape) -> None:
         )
 
 
-@contextlib.contextmanager
-def no_autocast() -> Iterator[None]:
+_NOTHING = contextlib.nullcontext()
+
+
+def no_autocast() -> contextlib.AbstractContextManager[Any]:
     """Autocast off, for every kind of device it may be on for."""
-    with contextlib.ExitStack() as stack:
-        for device in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(device):
-                stack.enter_context(torch.autocast(device, enabled=False))
-        yield
+    devices = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
+    if not devices:
+        return _NOTHING
+    stack = contextlib.ExitStack()
+    for device in devices:
+        stack.enter_context(torch.autocast(device, enabled=False))
+    return stack

@@ -18,10 +18,14 @@ class Written:
             raise ValueError(f"optimizer: got a {type(optimizer).__name__}, must be a torch.optim.Optimizer")
         self._model, self._optimizer = model, optimizer
         self._written: dict[str, tuple[Tensor, int]] = {}  # gradients of ours, and their versions
+        self._trainable: dict[str, nn.Parameter] = {}  # at the last check
         self.check()
 
     def check(self) -> dict[str, nn.Parameter]:
-        """Refuse what the optimizer would step without noise: other parameters, and gradients not written here."""
+        """Refuse what the optimizer would step without noise: other parameters, and gradients not written here.
+
+        The parameters that train; `take` and `write` are for these.
+        """
         parameters = members_of(self._model).parameters
         names = {id(p): name for name, p in parameters.items()}
         for p in (p for group in self._optimizer.param_groups for p in group["params"]):
@@ -37,12 +41,13 @@ class Written:
                     f"parameter {name}: has a .grad that is not private, from a backward outside of this step; "
                     "must be None: call optimizer.zero_grad() first"
                 )
-        return {name: p for name, p in parameters.items() if p.requires_grad}
+        self._trainable = {name: p for name, p in parameters.items() if p.requires_grad}
+        return self._trainable
 
     def take(self) -> dict[str, Tensor]:
         """Gradients of ours, to be written again, taken off the parameters: nobody sees them before the noise is in."""
         found = {}
-        for name, p in members_of(self._model).trainable.items():
+        for name, p in self._trainable.items():
             if p.grad is not None and p.grad is self._written.get(name, (None, 0))[0]:
                 found[name] = p.grad
             p.grad = None
@@ -50,7 +55,7 @@ class Written:
 
     def write(self, private: Mapping[str, Tensor]) -> None:
         """Put private sums into `.grad`."""
-        for name, p in members_of(self._model).trainable.items():
+        for name, p in self._trainable.items():
             p.grad = private[name].to(p.dtype)
             torch.autograd.graph.increment_version(p.grad)
             self._written[name] = (p.grad, p.grad._version)

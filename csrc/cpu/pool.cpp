@@ -3,6 +3,7 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <map>
 #include <mutex>
 #include <new>
@@ -114,6 +115,16 @@ void empty_pool() {
 void trim() {
 #if defined(__GLIBC__)
   malloc_trim(0);
+#endif
+}
+
+void keep_freed() {
+#if defined(__GLIBC__)
+  for (const char* name : {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"}) {
+    if (std::getenv(name) != nullptr) return;
+  }
+  mallopt(M_MMAP_THRESHOLD, 32 << 20);  // the most it takes
+  mallopt(M_TRIM_THRESHOLD, -1);
 #endif
 }
 

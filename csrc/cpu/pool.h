@@ -18,4 +18,7 @@ void empty_pool();
 // Memory that was freed, but that the C library keeps, back to the system, where it knows how to.
 void trim();
 
+// From now on freed memory stays with the C library, up to blocks of 32 MiB, unless the environment tells it otherwise.
+void keep_freed();
+
 }  // namespace dpk

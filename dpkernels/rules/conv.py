@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from dpkernels.factors import Later, chunks
 from dpkernels.forming import add_conv_clamped, add_conv_rows, conv_each, conv_each_input, conv_rows, is_native
 from dpkernels.layouts import Layout
 from dpkernels.rules.fallback import fallback
-from dpkernels.rules.registry import apart, named, plain, reduced, reduced_to_channels, rule, tracked, values_of
+from dpkernels.rules.registry import apart, named, plain, reduced, reduced_to_channels, rule, shared, tracked, values_of
 from dpkernels.tape import Tape, Tracked
 
 
@@ -55,7 +55,7 @@ def _conv(
     if tracked(input) or not tape.holds_samples(input) or tape.holds_samples(weight) or input.dim() != dims + 2:
         return fallback(tape, func, (input, weight, bias, stride, padding, dilation, groups), {})
     layout = tape.layout(input, 1, named(func.__name__, weight, bias))
-    geometry = _geometry(list(weight.shape[2:]), stride, padding, dilation, groups)
+    geometry = _geometry(shared(weight).shape[2:], _hashable(stride), _hashable(padding), _hashable(dilation), groups)
 
     def write(x: Tensor, g: Tensor) -> None:
         if isinstance(weight, Tracked):
@@ -142,7 +142,13 @@ def _conv_apart(
     return tape.replace(y, input, backward)
 
 
-def _geometry(kernel: list[int], stride: Any, padding: Any, dilation: Any, groups: int) -> _Geometry:
+def _hashable(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+@lru_cache
+def _geometry(sizes: torch.Size, stride: Any, padding: Any, dilation: Any, groups: int) -> _Geometry:
+    kernel = list(sizes)
     steps = _for_each(dilation, len(kernel))
     if isinstance(padding, str):
         around = [d * (k - 1) if padding == "same" else 0 for d, k in zip(steps, kernel, strict=True)]
