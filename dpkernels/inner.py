@@ -14,7 +14,7 @@ Where addends cancel, so that such a margin would shrink a row too much, that sa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -45,42 +45,63 @@ def squared_norms(matrices: Sequence[Matrix], *, rounded: bool = False) -> tuple
     """
     if not matrices:
         return torch.zeros(0, 0), torch.zeros(0, 0)
-    stored = [i for i, m in enumerate(matrices) if m.outer is None and m.rows is None]
-    single = [i for i, m in enumerate(matrices) if m.outer is not None and m.length == 1 and len(m.terms) == 1]
-    columns = {i: pair for i, *pair in zip(stored, *_of_stored([matrices[i] for i in stored]), strict=True)}
-    columns |= {i: pair for i, *pair in zip(single, *_of_single([matrices[i] for i in single], rounded), strict=True)}
-    gram = [i for i, m in enumerate(matrices) if i not in columns and _is_short_outer(m)]
-    columns |= {i: pair for i, *pair in zip(gram, *_of_short([matrices[i] for i in gram], rounded), strict=True)}
+    kinds: dict[_Kind, list[int]] = {}
     for i, m in enumerate(matrices):
-        if i not in columns:
-            columns[i] = list(_squared_norm(m, rounded))
-    squares, uppers = zip(*(columns[i] for i in range(len(matrices))), strict=True)
+        kinds.setdefault(_kind(m), []).append(i)
+    found = [kind([matrices[i] for i in places], rounded) for kind, places in kinds.items()]
+    if len(found) == 1:
+        return found[0]
+    order = torch.tensor([i for places in kinds.values() for i in places], device=found[0][0].device).argsort()
+    squares, uppers = (torch.cat(columns, dim=1)[:, order] for columns in zip(*found, strict=True))
+    return squares, uppers
+
+
+_Kind = Callable[[list[Matrix], bool], tuple[Tensor, Tensor]]  # squares and uppers [B, matrices], all together
+
+
+def _kind(m: Matrix) -> _Kind:
+    """How the norms of a matrix's rows are taken."""
+    if m.outer is None and m.rows is None:
+        return _of_stored if m.dense is None or m.dense.squares is None else _of_known
+    if m.outer is not None and m.length == 1 and len(m.terms) == 1:
+        return _of_single
+    return _of_short if _is_short_outer(m) else _of_others
+
+
+def _of_stored(matrices: list[Matrix], rounded: bool) -> tuple[Tensor, Tensor]:
+    """Rows that are there."""
+    squares = torch.ops.dpkernels.row_squares([m.dense.values for m in matrices if m.dense is not None])
+    return squares, _upper_of_stored(matrices, squares)
+
+
+def _of_known(matrices: list[Matrix], rounded: bool) -> tuple[Tensor, Tensor]:
+    """Rows that are there, whose norm was taken when they were formed."""
+    known = [m.dense.squares for m in matrices if m.dense is not None]
+    squares = torch.stack([s for s in known if s is not None], dim=1)
+    return squares, _upper_of_stored(matrices, squares)
+
+
+def _upper_of_stored(matrices: list[Matrix], squares: Tensor) -> Tensor:
+    margins = [1 + (m.height * m.width + 64) * UNIT for m in matrices]
+    return squares * squares.new_tensor(margins) + TINY**2
+
+
+def _of_others(matrices: list[Matrix], rounded: bool) -> tuple[Tensor, Tensor]:
+    """One after the other."""
+    squares, uppers = zip(*(_squared_norm(m, rounded) for m in matrices), strict=True)
     return torch.stack(squares, dim=1), torch.stack(uppers, dim=1)
 
 
-def _of_stored(matrices: list[Matrix]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """Rows that are there: all of them together."""
-    denses = [m.dense for m in matrices if m.dense is not None]
-    if not denses:
-        return (), ()
-    found = iter(_row_squares([d.values for d in denses if d.squares is None]))
-    squares = torch.stack([next(found) if d.squares is None else d.squares for d in denses], dim=1)
-    margins = [1 + (m.height * m.width + 64) * UNIT for m in matrices]
-    return squares.unbind(1), (squares * squares.new_tensor(margins) + TINY**2).unbind(1)
-
-
-def _of_single(matrices: list[Matrix], rounded: bool) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """Rows of one addend, |g a^T| = |g| |a|, where nothing can cancel: all of them together."""
+def _of_single(matrices: list[Matrix], rounded: bool) -> tuple[Tensor, Tensor]:
+    """Rows of one addend, |g a^T| = |g| |a|, where nothing can cancel."""
     outers = [m.outer for m in matrices if m.outer is not None]
-    if not outers:
-        return (), ()
-    found = _row_squares([t for outer in outers for t in (outer.a, outer.g)])
-    a, g = torch.stack(found[::2], dim=1), torch.stack(found[1::2], dim=1)
+    found = torch.ops.dpkernels.row_squares([outer.a for outer in outers] + [outer.g for outer in outers])
+    a, g = found.split(len(outers), dim=1)
     margins = [1 + (m.height + m.width + 64) * UNIT for m in matrices]
     if rounded:
         margins = [margin * (1 + 4.1 * _unit(m)) for margin, m in zip(margins, matrices, strict=True)]
     lost = a.new_tensor([m.height + m.width for m in matrices]) * UNDERFLOW  # of squares, in float64
-    return (a * g).unbind(1), ((a + lost) * (g + lost) * a.new_tensor(margins) + TINY**2).unbind(1)
+    return a * g, (a + lost) * (g + lost) * a.new_tensor(margins) + TINY**2
 
 
 def _is_short_outer(m: Matrix) -> bool:
@@ -89,10 +110,8 @@ def _is_short_outer(m: Matrix) -> bool:
     return _by_terms(m, m)
 
 
-def _of_short(matrices: list[Matrix], rounded: bool) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+def _of_short(matrices: list[Matrix], rounded: bool) -> tuple[Tensor, Tensor]:
     """Rows of few addends, by their Gram matrices: the margins of all together."""
-    if not matrices:
-        return (), ()
     found = [
         torch.ops.dpkernels.outer_gram(*forming.for_kernels(m.outer.a, m.outer.g))
         for m in matrices
@@ -107,7 +126,7 @@ def _of_short(matrices: list[Matrix], rounded: bool) -> tuple[Sequence[Tensor], 
         squares[:, i], uppers[:, i] = _redone(matrices[i], squares[:, i], uppers[:, i], sizes_[:, i], poor[:, i])
     if rounded:
         uppers = (uppers.sqrt() + 2 * raw.new_tensor([_unit(m) for m in matrices]) * sizes_).square()
-    return squares.unbind(1), (uppers * (1 + 8 * UNIT)).unbind(1)
+    return squares, uppers * (1 + 8 * UNIT)
 
 
 def _row_squares(tensors: list[Tensor]) -> tuple[Tensor, ...]:

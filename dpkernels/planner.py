@@ -15,10 +15,9 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -44,8 +43,7 @@ class Hold(Enum):
     VALUES = "values"
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(NamedTuple):
     """What was chosen for one use of a parameter, and what it costs in float32 operations."""
 
     parameter: str
@@ -55,9 +53,23 @@ class Choice:
     length: int
     height: int
     width: int
-    weight_gradient: float
-    extra: float
-    stored_bytes: int
+    itemsize: int
+
+    @property
+    def weight_gradient(self) -> float:
+        """What the ordinary weight gradient costs."""
+        return self.batch * weight_gradient(self.length, self.height, self.width)
+
+    @property
+    def extra(self) -> float:
+        """What it costs beyond that."""
+        return self.batch * extra_cost(self.way, self.length, self.height, self.width)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Memory that rows take until they are summed."""
+        kept = self.way is Way.KEEP
+        return stored_bytes(self.batch, self.height, self.width, self.itemsize) if kept else 0
 
 
 _forced: list[Way] = []
@@ -107,24 +119,6 @@ def choose(batch: int, length: int, height: int, width: int, room: int, itemsize
 def fits(batch: int, height: int, width: int, room: int) -> bool:
     """Whether a convolution, which forms its rows in any case, keeps them; otherwise it forms them twice."""
     return stored_bytes(batch, height, width) <= room if not _forced else _forced[-1] is not Way.TILE
-
-
-def choice(
-    parameter: str, op: str, way: Way, batch: int, length: int, height: int, width: int, itemsize: int
-) -> Choice:
-    """A choice with its costs."""
-    return Choice(
-        parameter,
-        op,
-        way,
-        batch,
-        length,
-        height,
-        width,
-        batch * weight_gradient(length, height, width),
-        batch * extra_cost(way, length, height, width),
-        stored_bytes(batch, height, width, itemsize) if way is Way.KEEP else 0,
-    )
 
 
 def hold(length: int, height: int, width: int, steps: int, *, stored: int, factors: int, room: int) -> Hold:

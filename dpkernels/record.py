@@ -271,7 +271,8 @@ class Recording:
 
     def refuse_changes(self) -> None:
         """Refuse a forward that changed parameters or buffers."""
-        _refuse_changed(self._held, self._swaps, self._versions)
+        with torch._C.DisableTorchFunction():  # versions are no business of the recorder
+            _refuse_changed(self._held, self._swaps, self._versions)
 
     def backward(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         """Within `run`: the terms of all rows."""

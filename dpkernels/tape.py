@@ -32,6 +32,7 @@ from dpkernels.taps import Replaced, Tap, is_whole_view
 Plan = dict[str, set[str]]  # op and parameter: kinds of Layout
 Mark = bool | Tensor | Literal["lost"]  # see dpkernels.lines
 LOST: Literal["lost"] = "lost"
+_DIM_0, _NOT_DIM_0 = Layout(0), frozenset(("dim 1", "none", "aligned"))
 
 
 class Tracked(Tensor):
@@ -181,7 +182,7 @@ class Tape:
         self, parameter: Tracked, way: planner.Way, length: int, height: int, width: int, itemsize: int = 4
     ) -> None:
         """What is done with the rows of one use of a parameter: for `explain`, and what it takes off the room."""
-        chosen = planner.choice(parameter._label, self.op, way, self.batch, length, height, width, itemsize)
+        chosen = planner.Choice(parameter._label, self.op, way, self.batch, length, height, width, itemsize)
         self.choices.append(chosen)
         if chosen.stored_bytes:
             self._room = self.room - chosen.stored_bytes
@@ -228,7 +229,12 @@ class Tape:
 
         `what` names the op and its parameter, in errors and in the plan.
         """
-        if self.mark_of(t) is LOST:
+        mark = self.mark_of(t)
+        if mark is True and self.plan is not None and self._only_in_dim_0(t.shape, lead, fixed):
+            kinds = self.plan.get(what)
+            if kinds is None or not kinds <= _NOT_DIM_0:
+                return _DIM_0  # nearly always
+        if mark is LOST:
             raise RecordingError(
                 f"{what}: an operand of shape {tuple(t.shape)} holds samples in an order that was lost, by indexing, "
                 "sorting or moving dimensions. Put samples back in their places in dim 0 first"
@@ -246,6 +252,11 @@ class Tape:
                 "dimension, and the check of this model has not settled which. Use another batch size"
             )
         return chosen
+
+    def _only_in_dim_0(self, shape: torch.Size, lead: int, fixed: Sequence[int]) -> bool:
+        """Whether samples in their usual place can be nowhere else, by the shape."""
+        batch = self.batch
+        return lead > 0 and not fixed and shape[0] == batch and (lead == 1 or shape[1] != batch)
 
     def find_layout(self, t: Tensor, lead: int, what: str) -> Layout | Literal["lost"] | None:
         """The same; None where samples are in none of these dimensions, LOST where it is not settled in which."""
@@ -287,7 +298,7 @@ class Tape:
         if self.plan is not None and self.batch > 1:
             kinds = self.plan.get(what)
             if kinds is not None:
-                zero = bool(kinds - {"dim 1", "none", "aligned"})
+                zero = not kinds <= _NOT_DIM_0
                 candidates = [c for c in candidates if (zero if c.in_dim_0 else "dim 1" in kinds)]
             if len(candidates) != 1:
                 return None

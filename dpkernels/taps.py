@@ -44,17 +44,18 @@ class Tap(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         """Write the terms, and hand the gradients on."""
         _refuse_second_derivative(ctx.tape)
-        if ctx.tape.away and any(g is not None for g in gradients):
+        arrived = any([g is not None for g in gradients])
+        if ctx.tape.away and arrived:
             raise RecordingError(
                 f"{ctx.op}: got a gradient from outside of the model, through a tensor that it made and did not "
                 "return, which would be lost. Return that tensor from the model's forward"
             )
-        if ctx.tape.in_backward and any(g is not None for g in gradients):
+        if ctx.tape.in_backward and arrived:
             saved = ctx.saved_tensors  # a checkpoint recomputes here, recorded
-            with torch._C.DisableTorchFunction(), torch.no_grad(), no_autocast():
+            with torch._C.DisableTorchFunction(), _no_grad(), no_autocast():
                 ctx.tape.op = ctx.op
                 ctx.write(saved, gradients)
-        return (None, None, None, None, None, *gradients, *(None for _ in range(ctx.saved_count)))
+        return (None, None, None, None, None, *gradients, *[None] * ctx.saved_count)
 
 
 class Replaced(torch.autograd.Function):
@@ -76,7 +77,7 @@ class Replaced(torch.autograd.Function):
         tape: Tape = ctx.tape
         _refuse_second_derivative(tape)
         (input,) = ctx.saved_tensors  # a checkpoint recomputes here, recorded
-        with torch._C.DisableTorchFunction(), torch.no_grad(), no_autocast():
+        with torch._C.DisableTorchFunction(), _no_grad(), no_autocast():
             tape.op = ctx.op
             found = ctx.write(input, gradients[0], tape.in_backward, ctx.needs_input_grad[4])
         return None, None, None, None, found
@@ -90,6 +91,10 @@ def _refuse_second_derivative(tape: Tape) -> None:
 
 
 _NOTHING = contextlib.nullcontext()
+
+
+def _no_grad() -> contextlib.AbstractContextManager[Any]:
+    return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
 
 
 def no_autocast() -> contextlib.AbstractContextManager[Any]:

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from torch import nn
 
 import dpkernels as dpk
-from dpkernels.rules import RULES
+from dpkernels import forming
+from dpkernels.rules import RULES, conv
 from dpkernels.rules.fallback import fallback
 from tests import truth
 from tests.models import Function
@@ -99,6 +100,29 @@ def test_convolution(dims, n, groups, inside, outside, data):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own, about padding="same" with an even kernel
         check(layer, torch.randn(n, groups * inside, *[data.draw(st.integers(4, 6)) for _ in range(dims)]))
+
+
+@pytest.mark.parametrize(
+    ("make", "size"),
+    [
+        (lambda: nn.Sequential(nn.Conv1d(3, 5, 4, padding=2), nn.Conv1d(5, 16, 3, bias=False)), (600,)),
+        (lambda: nn.Sequential(nn.Conv2d(1, 7, 3, padding="same", dilation=2), nn.Conv2d(7, 2, 2)), (25, 24)),
+        (lambda: nn.Conv3d(2, 3, (1, 2, 3), padding=(0, 1, 1)), (8, 9, 10)),
+    ],
+)
+def test_convolution_of_large_images(make, size, monkeypatch):
+    """By kernels of ours, also where samples share their weights."""
+    used = []
+    monkeypatch.setattr(conv, "conv_each", lambda *a: used.append(a) or forming.conv_each(*a))
+    model = make()
+    inside = next(model.parameters()).shape[1]
+    check(model, torch.randn(3, inside, *size))
+    assert any(len(w) == 1 for _, w, *_ in used)  # one weight for all
+
+
+def test_convolution_over_frames_of_large_images():
+    forward = lambda m, x: m.conv(x.flatten(0, 1)).unflatten(0, x.shape[:2])  # noqa: E731
+    check(Function(forward, conv=nn.Conv2d(2, 3, 3)), torch.randn(4, 3, 2, 24, 24))
 
 
 def test_convolution_over_frames_of_a_sample():

@@ -2,10 +2,10 @@
 //
 //   sum = (what it holds, if `filled` + sum over its rows and samples of weight_b row_b + std * z) * scale
 //
-// in float64, rounded once. Columns go in tiles: every sample's stretch of a tile is added while the tile is in the
-// first-level cache, then the noise, so that rows are read once and sums are written once. A sample of weight zero is
-// left out by selection. Samples are added in order: bits do not depend on the number of threads. Limit: one read of
-// the rows from memory.
+// in float64, rounded once. Columns go in pieces: every sample's stretch of a piece is added while its sum is in cache,
+// then the noise, so that rows are read once and sums are written once. Threads share pieces by the work in them, so
+// small tensors go together. A sample of weight zero is left out by selection. Samples are added in order: bits do not
+// depend on the number of threads. Limit: one read of the rows from memory.
 #include <algorithm>
 
 #include "arguments.h"
@@ -15,6 +15,7 @@ namespace dpk {
 namespace {
 
 constexpr int64_t rows_at_a_time = 4;  // streams from memory
+constexpr int64_t piece_elements = 2 * tile_elements;
 
 struct Target {
   char* data;
@@ -37,7 +38,8 @@ void weighted_sum_(Tensors sums, std::vector<bool> filled, const Tensors& rows, 
   const auto* weight = weights.const_data_ptr<double>();
   std::vector<Target> targets;
   std::vector<Piece> pieces;
-  int64_t first = 0;
+  std::vector<size_t> shares;  // first pieces of equal shares of work
+  int64_t first = 0, work = 0;
   for (size_t i = 0; i < sums.size(); ++i) {
     STD_TORCH_CHECK(sums[i].is_contiguous(), "dpkernels: sums must be contiguous");
     const Element element = element_of(sums[i]);
@@ -45,8 +47,14 @@ void weighted_sum_(Tensors sums, std::vector<bool> filled, const Tensors& rows, 
     const bool wide = element == Element::f64;
     targets.push_back({static_cast<char*>(sums[i].mutable_data_ptr()), wide, filled[i], first, {}});
     const int64_t size = sums[i].numel();
-    for (int64_t start = 0; start < size; start += tile_elements) {
-      pieces.push_back({i, start, std::min(tile_elements, size - start)});
+    for (int64_t start = 0; start < size; start += piece_elements) {
+      const int64_t length = std::min(piece_elements, size - start);
+      if (work + length > piece_elements || shares.empty()) {
+        shares.push_back(pieces.size());
+        work = 0;
+      }
+      work += length;
+      pieces.push_back({i, start, length});
     }
     first += size;
   }
@@ -56,12 +64,14 @@ void weighted_sum_(Tensors sums, std::vector<bool> filled, const Tensors& rows, 
   }
   const Noise noise = noise_of(stream, std);
   const auto& accumulate = row_kernels().accumulate[static_cast<int>(Form::single)];
-  const int64_t grain = (int64_t{1} << 15) / (tile_elements * std::max<int64_t>(batch, 1)) + 1;
-  parallel_for(0, static_cast<int64_t>(pieces.size()), grain, [&](int64_t begin, int64_t end) {
+  const auto share_count = static_cast<int64_t>(shares.size());
+  shares.push_back(pieces.size());
+  const int64_t grain = (int64_t{1} << 15) / (piece_elements * std::max<int64_t>(batch, 1)) + 1;
+  parallel_for(0, share_count, grain, [&](int64_t begin, int64_t end) {
     NoiseAdder adder(noise);
-    alignas(64) double sum[tile_elements];
-    for (int64_t p = begin; p < end; ++p) {
-      const Piece& piece = pieces[static_cast<size_t>(p)];
+    alignas(64) double sum[piece_elements];
+    for (size_t p = shares[static_cast<size_t>(begin)]; p < shares[static_cast<size_t>(end)]; ++p) {
+      const Piece& piece = pieces[p];
       const Target& target = targets[piece.target];
       auto* wide = reinterpret_cast<double*>(target.data) + piece.start;
       auto* narrow = reinterpret_cast<float*>(target.data) + piece.start;
