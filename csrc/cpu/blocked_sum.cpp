@@ -14,10 +14,10 @@
 namespace dpk {
 namespace {
 
-constexpr int min_block = 2, max_block = 32;
+constexpr int min_block = 2, max_block = 32, few_rows = 4;
 constexpr int64_t tiles_at_a_time = 8;  // that are summed: the sum over them stays in the second-level cache
 constexpr int64_t max_slots = 16, samples_per_slot = 64;
-constexpr int64_t long_row_bytes = int64_t{1} << 17;
+constexpr int64_t long_row_bytes = int64_t{1} << 20;
 constexpr int64_t grain_elements = 1 << 15;
 
 // Each thread's own second-level cache. Blocks do not change the result.
@@ -243,7 +243,7 @@ class BlockedSum {
   }
 
   void sum_by_samples() {
-    const int64_t capacity = std::max<int64_t>(rows_in(cache_bytes() / 2), min_block);
+    const int64_t capacity = std::max<int64_t>(rows_in(cache_bytes() / 2), few_rows);
     parallel_for(0, slots_, 1, [&](int64_t begin, int64_t end) {
       Block block = make_block(capacity);
       for (int64_t slot = begin; slot < end; ++slot) {

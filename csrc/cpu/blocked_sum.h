@@ -10,8 +10,10 @@
 // the same loop, was tried and is slower: it is the hardware's own fetching that is fast.) Two ways to share the work,
 // chosen by shape alone so that the result is too:
 //
-//   by samples   short rows: up to 16 slots of samples, each with its own sum, added in order at the end
-//   by columns   long rows or few samples: threads share the columns of each block, which the threads' own caches hold
+//   by samples   rows of up to 1 MiB: up to 16 slots of samples, each with its own sum, added in order at the end.
+//                Threads do not wait for one another
+//   by columns   longer rows or few samples: threads share the columns of each block, which the threads' own caches
+//   hold
 //                or else the last-level one. Rows too long even for that are read from memory twice
 //
 // Inner products are taken over fixed tiles of columns and added in order; sums go sample after sample.
