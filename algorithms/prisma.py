@@ -201,11 +201,9 @@ class PriSMA(TwoPoints):
         g, bound = self._momentum, self._gradient_norm
         if g == 1:
             return self._first_rows(x, y)
-        now, before = self._rows_now(x, y).clipped(bound), self._rows_before(x, y).clipped(bound)
-        return [
-            (now, bound, g),
-            (now - before, self._difference_norm if self._clips_differences else math.inf, 1 - g),
-        ]
+        now, before = self._rows_now(x, y), self._rows_before(x, y)
+        change = now.clipped(bound) - before.clipped(bound)
+        return [(now, bound, g), (change, self._difference_norm if self._clips_differences else math.inf, 1 - g)]
 
     def epsilon(self, delta: float, accounting: Accounting = "exact") -> float:
         """The epsilon at `delta` of all rounds so far: the largest over clients.

@@ -27,7 +27,7 @@ from dpkernels.forming import outer_rows
 from dpkernels.layouts import Layout
 from dpkernels.nested import flat_tensors
 from dpkernels.taps import RecordingError as RecordingError
-from dpkernels.taps import Replaced, Tap, is_whole_view
+from dpkernels.taps import Replaced, Tap, applied, is_whole_view
 
 Plan = dict[str, set[str]]  # op and parameter: kinds of Layout
 Mark = bool | Tensor | Literal["lost"]  # see dpkernels.lines
@@ -332,9 +332,9 @@ class Tape:
             def write_shaped(saved: tuple[Tensor, ...], gradients: tuple[Tensor | None, ...]) -> None:
                 write(saved, tuple(None if g is None else g.view(s) for g, s in zip(gradients, shapes, strict=True)))
 
-            tapped = Tap.apply(self.anchor, self, write_shaped, kind, len(bases), *bases, *saved)
+            tapped = applied(Tap, self.anchor, self, write_shaped, kind, len(bases), *bases, *saved)
             return tuple(t.view(s) for t, s in zip(tapped, shapes, strict=True))
-        return Tap.apply(self.anchor, self, write, kind, len(outputs), *outputs, *saved)  # type: ignore[no-any-return]
+        return applied(Tap, self.anchor, self, write, kind, len(outputs), *outputs, *saved)  # type: ignore[no-any-return]
 
     def replace(
         self,
@@ -348,11 +348,11 @@ class Tape:
         if `needed`.
         """
         if output._base is None:
-            return Replaced.apply(self.anchor, self, backward, output, input)  # type: ignore[no-any-return]
+            return applied(Replaced, self.anchor, self, backward, output, input)  # type: ignore[no-any-return]
         # Nobody may write into a view that was made without autograd: replace what it is a view of.
         shape, base = output.shape, output._base if is_whole_view(output) else output.clone()
 
         def shaped(x: Tensor, g: Tensor, write: bool, needed: bool) -> Tensor | None:
             return backward(x, g.view(shape), write, needed)
 
-        return Replaced.apply(self.anchor, self, shaped, base, input).view(shape)  # type: ignore[no-any-return]
+        return applied(Replaced, self.anchor, self, shaped, base, input).view(shape)  # type: ignore[no-any-return]

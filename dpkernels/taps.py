@@ -83,6 +83,13 @@ class Replaced(torch.autograd.Function):
         return None, None, None, None, found
 
 
+def applied(function: type[torch.autograd.Function], *arguments: Any) -> Any:
+    """`function.apply(...)`; without what torch prepares there for functorch, where none of it is active."""
+    if torch._C._are_functorch_transforms_active():
+        return function.apply(*arguments)
+    return super(torch.autograd.Function, function).apply(*arguments)  # type: ignore[misc]
+
+
 def _refuse_second_derivative(tape: Tape) -> None:
     if not tape.in_backward and torch.is_grad_enabled():
         raise RecordingError(

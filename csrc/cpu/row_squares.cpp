@@ -14,23 +14,23 @@ Tensor row_squares(const Tensors& tensors) {
   auto* out = squares.mutable_data_ptr<double>();
   Tensors keep;
   std::vector<SampleRows> columns;
-  int64_t width = 1;
+  int64_t width = 0;
   for (const Tensor& t : tensors) width += columns.emplace_back(sample_rows(t, keep)).length;
   const auto& gram = row_kernels().gram[static_cast<int>(Form::single)];
-  parallel_for(0, batch, (int64_t{1} << 15) / width + 1, [&](int64_t begin, int64_t end) {
-    for (int64_t c = 0; c < count; ++c) {
+  const int64_t grain = (int64_t{1} << 15) / (width / count + 1) + 1;
+  parallel_for(0, count * batch, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t c = i / batch, b = i % batch;
       const SampleRows& column = columns[static_cast<size_t>(c)];
       const auto kernel = gram[static_cast<int>(column.element)];
-      for (int64_t b = begin; b < end; ++b) {
-        double total = 0.0;
-        for (int64_t start = 0; start < column.length; start += tile_elements) {
-          double partial;
-          const Row row = {column.at(b, start), nullptr, {}};
-          kernel(&row, 1, std::min(tile_elements, column.length - start), &partial);
-          total += partial;
-        }
-        out[b * count + c] = total;
+      double total = 0.0;
+      for (int64_t start = 0; start < column.length; start += tile_elements) {
+        double partial;
+        const Row row = {column.at(b, start), nullptr, {}};
+        kernel(&row, 1, std::min(tile_elements, column.length - start), &partial);
+        total += partial;
       }
+      out[b * count + c] = total;
     }
   });
   return squares;

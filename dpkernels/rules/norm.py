@@ -30,7 +30,7 @@ def layer_norm(
 
     def normalise(x: Tensor, w: Any = None, b: Any = None) -> Tensor:
         if w is None or w.dim() == len(normalized_shape):
-            return F.layer_norm(x, tuple(normalized_shape), w, b, eps)
+            return torch.layer_norm(x, tuple(normalized_shape), w, b, eps)
         n = F.layer_norm(x, tuple(normalized_shape), eps=eps).view(tape.batch, -1, *normalized_shape)
         y = n.mul_(w.unsqueeze(1)) if b is None else torch.addcmul(b.unsqueeze(1), n, w.unsqueeze(1))
         return y.view(x.shape)
@@ -68,7 +68,7 @@ def group_norm(
 
     def normalise(x: Tensor, w: Any = None, b: Any = None) -> Tensor:
         if w is None or w.dim() == 1:
-            return F.group_norm(x, num_groups, w, b, eps)
+            return torch.group_norm(x, num_groups, w, b, eps)
         images, scale, shift = x.reshape(1, -1, *x.shape[2:]), w.flatten(), None if b is None else b.flatten()
         return F.group_norm(images, len(x) * num_groups, scale, shift, eps).view(x.shape)  # groups of one image
 
