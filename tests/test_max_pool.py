@@ -115,6 +115,31 @@ def test_errors_are_torchs(arguments):
     assert str(own.value) == str(theirs.value)
 
 
+def test_second_derivatives_are_torchs():
+    found = []
+    for pool in (F.max_pool2d, pooling.max_pool2d):
+        x = images(2, 3, 9, 8, ties=False).requires_grad_()
+        (g,) = torch.autograd.grad(pool(x, 3, 2, 1).pow(3).sum(), x, create_graph=True)
+        found += torch.autograd.grad(g.pow(2).sum(), x)
+    assert found[0].any()
+    torch.testing.assert_close(found[1], found[0])
+
+
+def test_transforms_and_subclasses_are_left_to_torch():
+    class Own(torch.Tensor):
+        pass
+
+    x = images(2, 3, 8, 8, ties=False)
+    pooled = lambda t: pooling.max_pool2d(t, 2)  # noqa: E731
+    torchs = lambda t: F.max_pool2d(t, 2)  # noqa: E731
+    assert torch.equal(torch.vmap(pooled)(x[:, None]), torch.vmap(torchs)(x[:, None]))
+    slope = [torch.func.grad(lambda t, f=f: f(t).pow(2).sum())(x) for f in (pooled, torchs)]
+    assert torch.equal(*slope)
+    tangents = [torch.func.jvp(f, (x,), (torch.ones_like(x),))[1] for f in (pooled, torchs)]
+    assert torch.equal(*tangents)
+    assert isinstance(pooled(x.as_subclass(Own)), Own)
+
+
 @pytest.mark.parametrize("in_place", [False, True])
 def test_a_recorded_model_pools_by_ours(in_place, monkeypatch):
     used = []

@@ -120,6 +120,18 @@ def test_convolution_of_large_images(make, size, monkeypatch):
     assert any(len(w) == 1 for _, w, *_ in used)  # one weight for all
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [{"padding": (-1, -1)}, {"dilation": (20, 20)}, {"dilation": (0, 0)}, {"stride": (0, 0)}, {"padding": (1, 1, 1)}],
+)
+def test_what_torch_refuses_is_refused_after_the_check_too(wrong):
+    model, x = nn.Conv2d(2, 3, 3), torch.randn(3, 2, 24, 25)
+    dpk.per_sample_gradients(model, weighing, x, torch.ones(3))
+    vars(model).update(wrong)
+    with pytest.raises(RuntimeError):
+        dpk.per_sample_gradients(model, weighing, x, torch.ones(3))
+
+
 def test_convolution_over_frames_of_large_images():
     forward = lambda m, x: m.conv(x.flatten(0, 1)).unflatten(0, x.shape[:2])  # noqa: E731
     check(Function(forward, conv=nn.Conv2d(2, 3, 3)), torch.randn(4, 3, 2, 24, 24))

@@ -65,7 +65,7 @@ def _conv(
         if isinstance(bias, Tracked):
             tape.add_dense(bias, reduced_to_channels(tape, g, layout))
 
-    if apart(weight, bias) or _is_faster(input, shared(weight), geometry):
+    if apart(weight, bias) or _is_faster(input, shared(weight), shared(bias), geometry):
         return _conv_by_ours(tape, input, weight, bias, layout, geometry, write)
 
     def write_saved(saved: tuple[Tensor, ...], gradients: tuple[Tensor | None, ...]) -> None:
@@ -118,16 +118,22 @@ def _later(
     return Later(form, batch, squares, add, clamp if is_native(x) else None, (x, g), again)
 
 
-def _is_faster(x: Tensor, weight: Tensor, geometry: _Geometry) -> bool:
+def _is_faster(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: _Geometry) -> bool:
     """Whether `conv_each` with one weight for all images serves and takes less time than torch's convolution.
 
     It does for few channels over large images, which oneDNN has to bring into an order of its own first: by a quarter
-    for 16 channels of 32 x 32, on a Zen 5. By shape alone, so that two runs have the same bits.
+    for 16 channels of 32 x 32, on a Zen 5. By shape alone, so that two runs have the same bits. What torch would refuse
+    is left to torch.
     """
     if not (is_native(x) and x.is_cpu and x.dtype == weight.dtype == torch.float32 and x.is_contiguous()):
         return False
-    alone = geometry.groups == 1 and geometry.stride == [1] * len(geometry.kernel)
-    return alone and max(weight.shape[:2]) <= FEW_CHANNELS and x.shape[2:].numel() >= LARGE_IMAGE
+    if bias is not None and (bias.dtype, bias.shape) != (x.dtype, weight.shape[:1]):
+        return False
+    few = geometry.groups == 1 and max(weight.shape[:2]) <= FEW_CHANNELS and x.shape[2:].numel() >= LARGE_IMAGE
+    fits = x.shape[1] == weight.shape[1] and weight.numel() > 0 and min(geometry.before) >= 0 and len(x) > 0
+    dims = len(geometry.kernel)
+    plain = geometry.stride == [1] * dims and min(geometry.dilation) > 0 and len(geometry.before) == dims
+    return few and fits and plain and len(geometry.dilation) == dims and min(geometry.output(x.shape[2:])) > 0
 
 
 def _conv_by_ours(

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from dpkernels import ops
+from dpkernels import ops, reference_layers
 
 MOST = 255  # elements of a window
 
@@ -29,7 +30,9 @@ class MaxPool(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         """Each gradient goes to the largest of its window."""
         (where,) = ctx.saved_tensors
-        return torch.ops.dpkernels.max_pool_input(gradients[0], where, *ctx.sizes), None, None, None, None
+        again = torch.is_grad_enabled()  # a second derivative is asked for: ops of torch have it
+        found = reference_layers.max_pool_input if again else torch.ops.dpkernels.max_pool_input
+        return found(gradients[0], where, *ctx.sizes), None, None, None, None
 
 
 def max_pool2d(
@@ -56,6 +59,8 @@ def _sizes(
     x: Tensor, kernel: list[int], stride: list[int], padding: list[int], ceil: bool
 ) -> tuple[list[int], ...] | None:
     """Kernel, stride, padding and output, if our kernel takes them."""
+    if type(x) is not Tensor or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        return None
     if x.dtype != torch.float32 or not x.is_cpu or x.dim() != 4 or not x.is_contiguous() or not x.numel():
         return None
     steps = list(zip(kernel, stride, padding, strict=True))
