@@ -259,14 +259,14 @@ class Recording:
     def run(self, part: Callable[[], Result]) -> Result:
         """A part of the recording: with parameters swapped, and watched."""
         with (
-            gradients_aside(self.parameters.values()),
+            gradients_aside(self.members.parameters.values()),  # frozen ones too: forward may unfreeze them
             running(self.members, self._swaps, undone=bool(self.tape.replaced)) as self._held,
         ):
             self.tape.away = False
             with self._recorder:
                 result = part()
             self.tape.away = True
-            refuse_bypass(self.parameters)
+            refuse_bypass(self.members.parameters)
             return result
 
     def refuse_changes(self) -> None:

@@ -45,11 +45,8 @@ class Tap(torch.autograd.Function):
         """Write the terms, and hand the gradients on."""
         _refuse_second_derivative(ctx.tape)
         arrived = any([g is not None for g in gradients])
-        if ctx.tape.away and arrived:
-            raise RecordingError(
-                f"{ctx.op}: got a gradient from outside of the model, through a tensor that it made and did not "
-                "return, which would be lost. Return that tensor from the model's forward"
-            )
+        if arrived:
+            _refuse_from_outside(ctx)
         if ctx.tape.in_backward and arrived:
             saved = ctx.saved_tensors  # a checkpoint recomputes here, recorded
             with torch._C.DisableTorchFunction(), _no_grad(), no_autocast():
@@ -76,6 +73,7 @@ class Replaced(torch.autograd.Function):
         """Write the terms; the gradient of the input."""
         tape: Tape = ctx.tape
         _refuse_second_derivative(tape)
+        _refuse_from_outside(ctx)
         (input,) = ctx.saved_tensors  # a checkpoint recomputes here, recorded
         with torch._C.DisableTorchFunction(), _no_grad(), no_autocast():
             tape.op = ctx.op
@@ -88,6 +86,14 @@ def applied(function: type[torch.autograd.Function], *arguments: Any) -> Any:
     if torch._C._are_functorch_transforms_active():
         return function.apply(*arguments)
     return super(torch.autograd.Function, function).apply(*arguments)  # type: ignore[misc]
+
+
+def _refuse_from_outside(ctx: Any) -> None:
+    if ctx.tape.away:
+        raise RecordingError(
+            f"{ctx.op}: got a gradient from outside of the model, through a tensor that it made and did not "
+            "return, which would be lost. Return that tensor from the model's forward"
+        )
 
 
 def _refuse_second_derivative(tape: Tape) -> None:

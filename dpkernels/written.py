@@ -19,6 +19,7 @@ class Written:
         self._model, self._optimizer = model, optimizer
         self._written: dict[str, tuple[Tensor, int]] = {}  # gradients of ours, and their versions
         self._trainable: dict[str, nn.Parameter] = {}  # at the last check
+        self._frozen: dict[str, nn.Parameter] = {}
         self.check()
 
     def check(self) -> dict[str, nn.Parameter]:
@@ -42,6 +43,7 @@ class Written:
                     "must be None: call optimizer.zero_grad() first"
                 )
         self._trainable = {name: p for name, p in parameters.items() if p.requires_grad}
+        self._frozen = {name: p for name, p in parameters.items() if not p.requires_grad}
         return self._trainable
 
     def take(self) -> dict[str, Tensor]:
@@ -55,6 +57,11 @@ class Written:
 
     def write(self, private: Mapping[str, Tensor]) -> None:
         """Put private sums into `.grad`."""
+        for name, p in self._frozen.items():
+            if p.requires_grad:
+                raise ValueError(
+                    f"parameter {name}: began to train during a step, must be so before it: noise was made without it"
+                )
         for name, p in self._trainable.items():
             p.grad = private[name].to(p.dtype)
             torch.autograd.graph.increment_version(p.grad)

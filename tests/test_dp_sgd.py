@@ -229,3 +229,40 @@ def test_gradients_are_written_again_unless_let_go():
     algorithm.step(x, y)
     assert all(p.grad is second[name] for name, p in model.named_parameters())
     assert all(p.grad._version > versions[name] for name, p in model.named_parameters()), "autograd must see the write"
+
+
+def test_a_parameter_that_begins_to_train_during_a_step_is_refused():
+    """Frozen when the step began, it has no noise, so that its gradient must not reach the optimizer."""
+
+    class Unfreezing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last, self.stage = nn.Linear(3, 3), nn.Linear(3, 2), 0
+
+        def forward(self, x):
+            if self.stage == 1:  # a number, so that the model is not checked again
+                self.first.requires_grad_(True)
+            return self.last(self.first(x))
+
+    model = Unfreezing()
+    model.first.requires_grad_(False)
+    training = DPSGD(
+        model,
+        nn.CrossEntropyLoss(reduction="none"),
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        max_norm=1.0,
+        noise_multiplier=1.0,
+        expected_batch_size=4,
+    )
+    x, y = torch.randn(4, 3), torch.arange(4) % 2
+    training.step(x, y)
+    before, model.stage = model.first.weight.detach().clone(), 1
+    with pytest.raises(ValueError, match=r"first\.weight: got a gradient that bypasses"):
+        training.step(x, y)
+    assert torch.equal(model.first.weight, before)
+    assert model.first.weight.grad is None
+    model.first.requires_grad_(False)
+    training._written.check()
+    model.first.requires_grad_(True)
+    with pytest.raises(ValueError, match=r"first\.weight: began to train during a step"):
+        training._written.write({})

@@ -1,5 +1,6 @@
 """max_pool and its backward against torch's own, bit for bit, on every instruction set; and its use in recording."""
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -97,6 +98,7 @@ def test_others_are_left_to_torch(monkeypatch):
         (x[:0], {}),
         (x.to(memory_format=torch.channels_last), {}),
         (x, {"dilation": 2}),
+        (x, {"stride": 1 << 20}),
         (x, {"kernel_size": 8, "stride": 1, "dilation": 1, "return_indices": True}),
     ]:
         arguments = {"kernel_size": 2, **arguments}
@@ -113,6 +115,27 @@ def test_errors_are_torchs(arguments):
     with pytest.raises(RuntimeError) as own:
         pooling.max_pool2d(images(1, 1, 8, 8), **arguments)
     assert str(own.value) == str(theirs.value)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"kernel_size": 2, "stride": 0},
+        {"kernel_size": (2, 2, 2)},
+        {"kernel_size": 2, "padding": []},
+        {"kernel_size": True},
+    ],
+)
+def test_odd_arguments_are_refused_as_by_torch(arguments):
+    with pytest.raises((RuntimeError, TypeError)) as theirs:
+        F.max_pool2d(images(1, 1, 8, 8), **arguments)
+    with pytest.raises(type(theirs.value)):
+        pooling.max_pool2d(images(1, 1, 8, 8), **arguments)
+
+
+def test_numbers_of_numpy():
+    x = images(2, 3, 8, 8)
+    assert torch.equal(pooling.max_pool2d(x, np.int64(2), stride=()), F.max_pool2d(x, 2))
 
 
 def test_second_derivatives_are_torchs():

@@ -210,14 +210,15 @@ def test_outputs_that_mix_samples_in_dim_0_are_refused():
         model(x)
 
 
-def test_a_tensor_kept_on_the_side_is_refused():
+@pytest.mark.parametrize("kept", [nn.Linear(6, 3).double(), nn.LayerNorm(6)])  # tapped, and with a backward of ours
+def test_a_tensor_kept_on_the_side_is_refused(kept):
     class Side(nn.Module):
         def __init__(self):
             super().__init__()
-            self.a, self.b = nn.Linear(6, 3).double(), nn.Linear(6, 2).double()
+            self.a, self.b = kept, nn.Linear(6, 2).double()
 
         def forward(self, x):
-            self.kept = self.a(x)
+            self.kept = self.a(x.to(kept.weight.dtype))
             return self.b(x)
 
     side = Side()

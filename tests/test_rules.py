@@ -132,6 +132,19 @@ def test_what_torch_refuses_is_refused_after_the_check_too(wrong):
         dpk.per_sample_gradients(model, weighing, x, torch.ones(3))
 
 
+def test_convolutions_obey_autocast():
+    model, seen = nn.Conv2d(2, 3, 3), []
+
+    def forward(m, x):
+        y = m.conv(x)
+        seen.append(y.dtype)
+        return y.float()
+
+    with torch.autocast("cpu", torch.bfloat16):
+        dpk.per_sample_gradients(Function(forward, conv=model), weighing, torch.randn(3, 2, 24, 24), torch.ones(3))
+    assert set(seen) == {torch.bfloat16}
+
+
 def test_convolution_over_frames_of_large_images():
     forward = lambda m, x: m.conv(x.flatten(0, 1)).unflatten(0, x.shape[:2])  # noqa: E731
     check(Function(forward, conv=nn.Conv2d(2, 3, 3)), torch.randn(4, 3, 2, 24, 24))

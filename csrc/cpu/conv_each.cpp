@@ -125,6 +125,14 @@ Owners owners_of(const Tensor& images, const Tensor& w, int64_t groups) {
 Convolution sizes_of(const Tensor& images, const Tensor& w, const Three& in, const Three& out,
                      const std::vector<int64_t>& stride, const std::vector<int64_t>& padding,
                      const std::vector<int64_t>& dilation, int64_t groups) {
+  const auto all_above = [&](const std::vector<int64_t>& values, int64_t low) {
+    const auto dims = static_cast<size_t>(images.dim() - 2);
+    return values.size() == dims && std::all_of(values.begin(), values.end(), [&](int64_t v) { return v > low; });
+  };
+  STD_TORCH_CHECK(
+      all_above(stride, 0) && all_above(padding, -1) && all_above(dilation, 0) && groups > 0,
+      "dpkernels: a convolution must have a stride and a dilation above 0, a padding of at least 0, one for "
+      "each dimension");
   return {images.size(0),  groups,           w.size(2),         w.size(1) / groups, in, out,
           places_of(w, 3), three(stride, 1), three(padding, 0), three(dilation, 1)};
 }

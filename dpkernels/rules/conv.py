@@ -127,6 +127,8 @@ def _is_faster(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: _Geomet
     """
     if not (is_native(x) and x.is_cpu and x.dtype == weight.dtype == torch.float32 and x.is_contiguous()):
         return False
+    if torch.is_autocast_enabled("cpu"):
+        return False
     if bias is not None and (bias.dtype, bias.shape) != (x.dtype, weight.shape[:1]):
         return False
     few = geometry.groups == 1 and max(weight.shape[:2]) <= FEW_CHANNELS and x.shape[2:].numel() >= LARGE_IMAGE
@@ -173,6 +175,8 @@ def _geometry(sizes: torch.Size, stride: Any, padding: Any, dilation: Any, group
     kernel = list(sizes)
     steps = _for_each(dilation, len(kernel))
     if isinstance(padding, str):
+        if padding not in ("same", "valid"):
+            raise RuntimeError(f"padding: got {padding!r}, must be 'same', 'valid' or numbers")
         around = [d * (k - 1) if padding == "same" else 0 for d, k in zip(steps, kernel, strict=True)]
         before = [n // 2 for n in around]
     else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,7 +11,10 @@ from torch.autograd import forward_ad
 
 from dpkernels import ops, reference_layers
 
-MOST = 255  # elements of a window
+MOST, FARTHEST = 255, 16  # elements of a window, and a stride
+
+
+_Pair = list[int] | None
 
 
 class MaxPool(torch.autograd.Function):
@@ -45,10 +47,11 @@ def max_pool2d(
     return_indices: bool = False,
 ) -> Any:
     """torch's max_pool2d: by our kernel where that serves."""
-    plain = not return_indices and _pair(dilation) == [1, 1]
-    sizes = (
-        _sizes(input, _pair(kernel_size), _pair(stride or kernel_size), _pair(padding), ceil_mode) if plain else None
-    )
+    sizes = None
+    if type(ceil_mode) is bool and not return_indices:
+        same = stride is None or (isinstance(stride, list | tuple) and not stride)
+        kernel, step = _pair(kernel_size), _pair(kernel_size if same else stride)
+        sizes = _sizes(input, kernel, step, _pair(padding), _pair(dilation), ceil_mode)
     if sizes is not None:
         return MaxPool.apply(input, *sizes)
     torchs: Any = F.max_pool2d
@@ -56,15 +59,17 @@ def max_pool2d(
 
 
 def _sizes(
-    x: Tensor, kernel: list[int], stride: list[int], padding: list[int], ceil: bool
+    x: Tensor, kernel: _Pair, stride: _Pair, padding: _Pair, dilation: _Pair, ceil: bool
 ) -> tuple[list[int], ...] | None:
     """Kernel, stride, padding and output, if our kernel takes them."""
+    if kernel is None or stride is None or padding is None or dilation != [1, 1]:
+        return None
     if type(x) is not Tensor or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return None
     if x.dtype != torch.float32 or not x.is_cpu or x.dim() != 4 or not x.is_contiguous() or not x.numel():
         return None
     steps = list(zip(kernel, stride, padding, strict=True))
-    if kernel[0] * kernel[1] > MOST or not all(k > 0 and s > 0 and 0 <= 2 * p <= k for k, s, p in steps):
+    if kernel[0] * kernel[1] > MOST or not all(k > 0 and 0 < s <= FARTHEST and 0 <= 2 * p <= k for k, s, p in steps):
         return None
     output = [_count(n, *step, ceil) for n, step in zip(x.shape[2:], steps, strict=True)]
     return (kernel, stride, padding, output) if min(output) > 0 else None
@@ -77,8 +82,11 @@ def _count(size: int, kernel: int, stride: int, padding: int, ceil: bool) -> int
     return count - 1 if ceil and (count - 1) * stride >= size + padding else count
 
 
-def _pair(value: int | Sequence[int]) -> list[int]:
-    return [value, value] if isinstance(value, int) else list(value) * (2 if len(value) == 1 else 1)
+def _pair(value: Any) -> _Pair:
+    """One number for rows and one for columns; None for anything but plain numbers, which is left to torch."""
+    pair = [value, value] if type(value) is int else list(value) if type(value) in (list, tuple) else []
+    pair = pair * 2 if len(pair) == 1 else pair
+    return pair if len(pair) == 2 and all(type(v) is int for v in pair) else None
 
 
 # Ops that run by functions of ours while a model is recorded.
