@@ -134,8 +134,8 @@ def _is_faster(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: _Geomet
     few = geometry.groups == 1 and max(weight.shape[:2]) <= FEW_CHANNELS and x.shape[2:].numel() >= LARGE_IMAGE
     fits = x.shape[1] == weight.shape[1] and weight.numel() > 0 and min(geometry.before) >= 0 and len(x) > 0
     dims = len(geometry.kernel)
-    plain = geometry.stride == [1] * dims and min(geometry.dilation) > 0 and len(geometry.before) == dims
-    return few and fits and plain and len(geometry.dilation) == dims and min(geometry.output(x.shape[2:])) > 0
+    whole = len(geometry.before) == len(geometry.dilation) == dims and min(geometry.dilation) > 0
+    return few and fits and whole and geometry.stride == [1] * dims and min(geometry.output(x.shape[2:])) > 0
 
 
 def _conv_by_ours(
