@@ -128,6 +128,7 @@ class BlockedSum {
   const RowKernels& kernels_;
   std::vector<Tile> tiles_;
   int64_t width_ = 0, sum_size_ = 0, row_bytes_ = 0, slots_ = 1;
+  bool far_ = false;       // blocks are beyond the threads' own caches
   double* sum_ = nullptr;  // [slots][sum_size]
 
   int64_t tile_count() const { return static_cast<int64_t>(tiles_.size()); }
@@ -152,12 +153,10 @@ class BlockedSum {
     return c.before ? c.before + sample * c.before_stride + t.start * element_bytes(c.element) : nullptr;
   }
 
-  // Inner products of a row over one tile, [m], or also of the one that is so many samples `apart`, [2][m].
-  void gram(const Tile& t, int64_t sample, int count, int64_t apart, double* products) const {
+  // Inner products of a row over one tile, [m].
+  void gram(const Tile& t, int64_t sample, double* products) const {
     const int element = static_cast<int>(p_.columns[static_cast<size_t>(t.column)].element);
-    Row rows[2];
-    for (int r = 0; r < count; ++r) rows[r] = {now_at(t, sample + r * apart), before_at(t, sample + r * apart), {}};
-    kernels_.gram[static_cast<int>(p_.form)][element](rows, count, t.length, products);
+    kernels_.gram[static_cast<int>(p_.form)][element](now_at(t, sample), before_at(t, sample), t.length, products);
   }
 
   void add(Block& block, int row, const Tile& t, const double* products) const {
@@ -203,7 +202,7 @@ class BlockedSum {
         const double* c = &block.coefficient[static_cast<size_t>((r * p_.groups + t.group) * 3)];
         rows[live++] = {now_at(t, block.first + r), before_at(t, block.first + r), {c[0], c[1], c[2]}};
       }
-      kernels_.accumulate[static_cast<int>(p_.form)][element](sum + t.sum_at, t.length, rows, live);
+      kernels_.accumulate[static_cast<int>(p_.form)][element](sum + t.sum_at, t.length, rows, live, far_);
     }
   }
 
@@ -221,21 +220,18 @@ class BlockedSum {
     return fit < min_block ? 0 : std::min<int64_t>(fit, max_block);
   }
 
-  // Inner products of a block over some tiles, in the order of memory: of one input the two halves of the block side by
-  // side, of two inputs (which are two streams already) sample after sample.
+  // Inner products of a block over some tiles, in the order of memory.
   template <class Take>
   void read(const Block& block, int64_t begin, int64_t end, const Take& take) const {
-    double products[2 * max_products];
-    const int apart = has_before(p_.form) ? block.rows : (block.rows + 1) / 2;
+    double products[max_products];
     while (begin < end) {
       int64_t stop = begin;
       while (stop < end && tiles_[static_cast<size_t>(stop)].column == tiles_[static_cast<size_t>(begin)].column)
         ++stop;
-      for (int r = 0; r < apart; ++r) {
-        const int count = r + apart < block.rows ? 2 : 1;
+      for (int r = 0; r < block.rows; ++r) {
         for (int64_t t = begin; t < stop; ++t) {
-          gram(tiles_[static_cast<size_t>(t)], block.first + r, count, apart, products);
-          for (int k = 0; k < count; ++k) take(r + k * apart, t, products + k * m_);
+          gram(tiles_[static_cast<size_t>(t)], block.first + r, products);
+          take(r, t, products);
         }
       }
       begin = stop;
@@ -243,7 +239,8 @@ class BlockedSum {
   }
 
   void sum_by_samples() {
-    const int64_t capacity = std::max<int64_t>(rows_in(cache_bytes() / 2), few_rows);
+    const int64_t capacity = std::max<int64_t>(rows_in(cache_bytes() / 4), few_rows);
+    far_ = row_bytes_ * capacity > cache_bytes();
     parallel_for(0, slots_, 1, [&](int64_t begin, int64_t end) {
       Block block = make_block(capacity);
       for (int64_t slot = begin; slot < end; ++slot) {
@@ -311,9 +308,10 @@ class BlockedSum {
 
   // Samples in a block: as many as the threads' own caches hold, or else the one they share. Longer rows are read from
   // memory twice, so that there blocks are large.
-  int64_t rows_in_cache() const {
+  int64_t rows_in_cache() {
     const int64_t threads = torch::stable::get_num_threads();
     int64_t fit = rows_in(cache_bytes() * 13 / 16 * threads);
+    far_ = fit == 0;
     if (fit == 0) fit = rows_in(shared_cache_bytes(threads));
     return fit > 0 ? fit : max_block;
   }

@@ -26,8 +26,7 @@ Tensor row_squares(const Tensors& tensors) {
       double total = 0.0;
       for (int64_t start = 0; start < column.length; start += tile_elements) {
         double partial;
-        const Row row = {column.at(b, start), nullptr, {}};
-        kernel(&row, 1, std::min(tile_elements, column.length - start), &partial);
+        kernel(column.at(b, start), nullptr, std::min(tile_elements, column.length - start), &partial);
         total += partial;
       }
       out[b * count + c] = total;

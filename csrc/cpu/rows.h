@@ -1,6 +1,6 @@
 // The two leaf operations on dense rows that every clipped sum is made of, for a stretch of n columns:
 //
-//   gram:        products[r][k] = the k-th inner product of the form, of row r of one or two
+//   gram:        products[k] = the k-th inner product of the form, of a row
 //   accumulate:  sum[j] += sum over samples of value(row; coefficients)[j]
 //
 // form        products                                     value
@@ -14,11 +14,11 @@
 // (n / vector width) * 2^-53. The sum takes samples one after the other, so it does not depend on how
 // they are blocked. Limit: one read of each row from memory for gram, one from cache for accumulate.
 //
-// Two streams of memory at a time, fetched ahead across the borders of pages (where the hardware stops), read about a
-// tenth faster than one. So gram takes two rows, or a row of two inputs; a row's bits are the same alone or in a pair.
-// accumulate is the last to read a row and fetches it as such: what it leaves behind does not push out of the caches
-// what is still to be summed (on a Zen 5, for rows beyond the second-level cache, the sum takes 0.6 reads instead of
-// 0.9).
+// gram fetches 8 KiB ahead: across the borders of pages, where the hardware stops, and far enough that what is fetched
+// when a block ends arrives while it is summed (2 KiB took a tenth longer for rows of 8k).
+// accumulate is the last to read a row. From a `far` cache it fetches it as such: what it leaves behind does not push
+// out what is still to be summed (on a Zen 5, for rows beyond the second-level cache, the sum takes 0.6 reads instead
+// of 0.9). In a near one fetching by hand only costs.
 #pragma once
 #include "../common/element.h"
 
@@ -39,8 +39,8 @@ struct Row {
 };
 
 struct RowKernels {
-  using Gram = void (*)(const Row* rows, int row_count, int64_t n, double* products);
-  using Accumulate = void (*)(double* sum, int64_t n, const Row* rows, int row_count);
+  using Gram = void (*)(const char* now, const char* before, int64_t n, double* products);
+  using Accumulate = void (*)(double* sum, int64_t n, const Row* rows, int row_count, bool far);
   Gram gram[form_count][element_count];
   Accumulate accumulate[form_count][element_count];
 };

@@ -97,7 +97,7 @@ void weighted_sum_(Tensors sums, std::vector<bool> filled, const Tensors& rows, 
           const double w = weight[b * groups + group];
           if (w != 0.0) block[count++] = {source.at(b, piece.start), nullptr, {w, 0.0, 0.0}};
           if (count == rows_at_a_time || (b + 1 == batch && count > 0)) {
-            accumulate[static_cast<int>(source.element)](sum, piece.length, block, count);
+            accumulate[static_cast<int>(source.element)](sum, piece.length, block, count, /*far=*/true);
             count = 0;
           }
         }
