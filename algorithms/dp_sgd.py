@@ -9,6 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import dpkernels as dpk
+from dpkernels import planner
+from dpkernels.gradients import batch_of, row_bytes
+from dpkernels.nested import flat_tensors
 from dpkernels.ranks import Ranks
 from dpkernels.written import Written
 
@@ -28,7 +31,8 @@ class DPSGD(PrivateTraining):
         sampling_rate: the probability with which each record is in each batch, independently. The default, 1, claims
             no amplification. It is your claim: nothing here sees the sampling.
         clip: a rule instead of `Flat(max_norm)`; its rows must not be longer than `max_norm`.
-        micro_batch_size: the most samples to run at a time; a larger batch goes in parts, with noise once.
+        micro_batch_size: the most samples to run at a time; a larger batch goes in parts, with noise once. Unless this
+            or `max_bytes` is given, as many as have 128 MiB of rows to keep, but not fewer than 8.
         max_bytes: memory that rows may take, see `dpk.per_sample_gradients`.
         seed: makes the noise reproducible, and nothing private from whoever knows it.
         watch_norms: keep every sample's incremental norm for `incremental_norms`. NOT private.
@@ -85,6 +89,7 @@ class DPSGD(PrivateTraining):
             optimizer=f"{type(optimizer).__name__} {_settings_of(optimizer)}",
         )
         self.optimizer = optimizer
+        self._row_bytes: dict[Any, int] = {}  # by the form of a sample
 
     def step(self, inputs: Any, targets: Any) -> None:
         """One step on a batch, of whatever size the sampling gave it; an empty one is a step of noise alone."""
@@ -94,6 +99,14 @@ class DPSGD(PrivateTraining):
 
     def _gradients(self, inputs: Any, targets: Any) -> dpk.PerSample:
         return dpk.per_sample_gradients(self.model, self.loss_fn, inputs, targets, max_bytes=self._max_bytes)
+
+    def _part_size(self, inputs: Any, targets: Any) -> int | None:
+        if self._micro_batch_size is not None or self._max_bytes is not None:
+            return self._micro_batch_size
+        batch, form = batch_of(inputs, targets), tuple(t.shape[1:] for t in flat_tensors((inputs, targets)))
+        if batch and form not in self._row_bytes:
+            self._row_bytes[form] = row_bytes(self.model, self.loss_fn, inputs, targets)
+        return planner.at_a_time(batch, self._row_bytes.get(form, 0)) or None
 
     def state_dict(self) -> dict[str, Any]:
         """Weights, the optimizer's state, counters and the ledger; no key. See `dpk.checkpoint`."""

@@ -151,7 +151,9 @@ class PrivateTraining:
         out: Callable[[], dict[str, Tensor]],
     ) -> dict[str, Tensor]:
         self._refuse_unshared()
-        *first, (x, y, last) = micro_batches(inputs, targets, self._micro_batch_size, filled=self.noise.secure)
+        *first, (x, y, last) = micro_batches(
+            inputs, targets, self._part_size(inputs, targets), filled=self.noise.secure
+        )
         onto: dict[str, Tensor] | None = None
         self._places.check(self.model, rows_of, x, y)
         for x_, y_, where in first:
@@ -172,6 +174,10 @@ class PrivateTraining:
             private = {name: t.mul_(scale).to(kinds[name]) for name, t in found.sum.items()}
         self._watch(found.norms, last)
         return private
+
+    def _part_size(self, inputs: Any, targets: Any) -> int | None:
+        """The most samples to run at a time, if there is such a number."""
+        return self._micro_batch_size
 
     def _refuse_unshared(self) -> None:
         """A batch that several ranks were given would count as often: unless they say so, it must be our sampler's."""

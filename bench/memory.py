@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,11 +11,14 @@ from pathlib import Path
 import torch
 
 
-def peak(module: str, *words: str) -> float:
-    """Megabytes that `python -m module words` prints by `measure`; NaN if it fails."""
+def peak(module: str, *words: str, processes: int = 1) -> float:
+    """Megabytes that `python -m module words` prints by `measure`, the median of some; NaN if it fails."""
     command = [sys.executable, "-m", module, *words]
-    found = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent.parent, check=False)
-    return float(found.stdout.split()[-1]) if found.returncode == 0 else float("nan")
+    peaks = []
+    for _ in range(processes):
+        found = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent.parent, check=False)
+        peaks.append(float(found.stdout.split()[-1]) if found.returncode == 0 else float("nan"))
+    return statistics.median(peaks)
 
 
 def told(used: dict[str, float], at_most: float | None) -> str:

@@ -109,7 +109,11 @@ def main(names: Sequence[str] = ()) -> None:
         print(f"  {name}", file=sys.stderr, flush=True)
         result, seconds = compare(name)
         results.append(result)
-        used = {method: memory.peak("dpkernels.bench.training", name, method) for method in METHODS}
+        compared = ("SGD", "dpkernels")
+        used = {
+            method: memory.peak("dpkernels.bench.training", name, method, processes=3 if method in compared else 1)
+            for method in METHODS
+        }
         lines = [
             f"{name}: SGD {1e3 * seconds:.1f} ms; a private step takes "
             f"{result.ratios['SGD'][1]:.2f} of that. Stages: "

@@ -9,6 +9,7 @@
 #include "cpu/isa.h"
 #include "cpu/normals.h"
 #include "cpu/pool.h"
+#include "cpu/torch_memory.h"
 
 #define DPK_TEXT_OF(x) #x
 #define DPK_TEXT(x) DPK_TEXT_OF(x)
@@ -49,11 +50,12 @@ PYBIND11_MODULE(_native, m) {
   m.attr("torch_target_version") = DPK_TEXT(TORCH_TARGET_VERSION);
   m.def("available_isas", &dpk::available_isas, "Instruction sets that this build has and this CPU runs.");
   m.def("active_isa", [] { return dpk::isa_name(dpk::active_isa()); }, "The instruction set in use.");
+  m.def("is_amd", &dpk::is_amd, "Whether this is a CPU of AMD.");
   m.def("use_isa", &dpk::use_isa, pybind11::arg("name"), "Switch to another available instruction set.");
-  m.def("pool_bytes", &dpk::pool_bytes, "Memory kept for rows of later steps.");
+  m.def("pool_bytes", &dpk::pool_bytes, "Memory kept for large tensors of later steps.");
   m.def("empty_pool", &dpk::empty_pool, "Give that memory back to the system.");
-  m.def("keep_freed", &dpk::keep_freed, "Have the C library keep freed memory for later, unless the user tuned it.");
-  m.def("trim", &dpk::trim, "Give freed memory that the C library keeps back to the system.");
+  m.def("serve_torch", &dpk::serve_torch, pybind11::arg("torch_version"),
+        "Have torch take the memory of large CPU tensors from the pool; whether it does.");
   m.def("normals", &normals, pybind11::arg("key"), pybind11::arg("release"), pybind11::arg("first_group"),
         pybind11::arg("groups"), "The standard normals of groups of 64 elements of a release.");
   m.def("secure_normals", &secure_normals, pybind11::arg("key"), pybind11::arg("release"), pybind11::arg("first_group"),

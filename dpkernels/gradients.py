@@ -61,9 +61,15 @@ def per_sample_gradients(
     if batch == 0:
         shapes = {name: Shape(p.shape, p.dtype, p.device) for name, p in members.trainable.items()}
         return PerSample(0, shapes, {})
-    plan = self_check.ensure(model, members, loss_fn, inputs, targets, walking=each is not None)
+    plan = self_check.ensure(model, members, loss_fn, inputs, targets, walking=each is not None).plan
     options: dict[str, Any] = {"room": room} if each is None else {"each": each}
     return record(model, loss_fn, inputs, targets, batch, plan=plan, members=members, weights=counted, **options)
+
+
+def row_bytes(model: nn.Module, loss_fn: LossFunction, inputs: Any, targets: Any) -> int:
+    """The memory that the row of one sample of this form takes, as far as rows are kept: see `dpkernels.planner`."""
+    members, batch, _ = prepare(model, loss_fn, inputs, targets, None)
+    return self_check.ensure(model, members, loss_fn, inputs, targets).row_bytes if batch else 0
 
 
 def _of_runs(members: Members, weights: Mapping[str, Tensor], batch: int) -> dict[str, Each]:

@@ -62,7 +62,7 @@ def local_updates(
     shapes = {name: Shape(p.shape, p.dtype, p.device) for name, p in members.trainable.items()}
     if batch == 0:
         return PerSample(0, shapes, {})
-    plan = ensure(model, members, loss_fn, inputs, targets, walking=True)
+    plan = ensure(model, members, loss_fn, inputs, targets, walking=True).plan
     walk = Walk(batch, {name: p.detach() for name, p in members.trainable.items()}, count, room)
     for _ in range(count):
         rows = record(model, loss_fn, inputs, targets, batch, plan=plan, members=members, each=walk.each())

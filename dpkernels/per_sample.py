@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpkernels import checks, clamped, clipping, factors, inner, placing, sums
+from dpkernels import checks, clamped, clipping, factors, inner, placing, products, sums
 from dpkernels.dense import ClippedSum, check_noise, norm_rule, take_release
 from dpkernels.noise import Gaussian
 from dpkernels.placing import Part, Shape
@@ -95,7 +95,8 @@ class PerSample:
             clip: the largest norm of a row, or a rule: `Flat`, `Automatic` or `PerLayer` with one bound for each
                 parameter in their order.
             noise: added to every coordinate of the sum. Without it nothing here is private.
-            onto: a sum to add to before the noise, that of earlier micro-batches of one batch.
+            onto: a sum to add to before the noise, that of earlier micro-batches of one batch. Where it is float64 its
+                memory is used: it is not that sum afterwards.
             dtype: of the sum; unless given, float64 for float64 parameters and float32 for others. float64 also does
                 all arithmetic there, as adding `onto` a sum does.
             scale: what the noisy sum is multiplied by.
@@ -139,15 +140,15 @@ class PerSample:
             stored, others = _stored(self._parts[name])
             base = self._product(others, weights[:, i % weights.shape[1]], kept, target) if not exact else None
             if base is None and (others or onto is not None):
-                base = self._exact(shape, others, weights[:, i % weights.shape[1]], kept)
-                base = base if onto is None else base.add_(onto[name])
+                total = None if onto is None else onto[name].double().contiguous()
+                base = self._exact(shape, others, weights[:, i % weights.shape[1]], kept, total)
             totals.append(target if base is None else base)
             filled.append(base is not None)
             rows += stored
             owner += [i] * len(stored)
         if totals:
             torch.ops.dpkernels.weighted_sum_(totals, filled, rows, owner, weights.contiguous(), stream, std, scale)
-        return ClippedSum(self._named(totals, dtype), self._norms(squares))
+        return ClippedSum(self._named(totals, dtype, out), self._norms(squares))
 
     def clipped(self, max_norm: float) -> PerSample:
         """The rows, scaled down to `max_norm` where they are longer and zero where they are not finite; NOT private.
@@ -220,6 +221,18 @@ class PerSample:
         for name, shape in self._shapes.items():
             yield name, self._exact(shape, self._parts[name], weights.double())
 
+    def add_weighted_(self, totals: Mapping[str, Tensor], weights: Tensor) -> None:
+        """totals += sum_i weights_i row_i, made in float64 with little memory: NOT private. They must be contiguous."""
+        for name, shape in self._shapes.items():
+            total = totals[name]
+            for part in self._parts[name]:
+                if part.place is not None:
+                    total += self._exact(shape, [part], weights.double())
+                    continue
+                m = part.matrix
+                for lines, made in sums.exact_sum_by_lines(m, weights.double()):
+                    total.view(m.height, m.width)[lines] += made
+
     def sizes(self, weights: Tensor) -> dict[str, float]:
         """For each parameter, sum_i |weights_i| N_i, with N_i the norms of row i's addends: NOT private."""
         return {
@@ -273,11 +286,18 @@ class PerSample:
         squares, uppers = (zeros.index_add(1, where, t) if owners else zeros for t in found)
         return squares, uppers * (1 + len(owners) * factors.UNIT)
 
-    def _named(self, totals: list[Tensor], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-        return {
-            name: total.to(dtype or wide_type(shape.dtype))
-            for (name, shape), total in zip(self._shapes.items(), totals, strict=True)
-        }
+    def _named(
+        self, totals: list[Tensor], dtype: torch.dtype | None = None, out: Mapping[str, Tensor] | None = None
+    ) -> dict[str, Tensor]:
+        named = {}
+        for (name, shape), total in zip(self._shapes.items(), totals, strict=True):
+            kind = dtype or wide_type(shape.dtype)
+            if total.dtype == kind:
+                named[name] = total
+            else:
+                given = None if out is None else out.get(name)
+                named[name] = _fitting(given, shape.size, kind, shape.device).copy_(total)
+        return named
 
     def _in_range(self, weights: Tensor, bounds: Tensor, keep: Tensor) -> bool:
         """Whether products of factors and coefficients in float32 are far from overflow and underflow.
@@ -296,7 +316,7 @@ class PerSample:
             return True
         used = weights[keep]
         used = used[used != 0]
-        bounded = bool(((bounds == 0) | (bounds >= 2.0**-40)).all()) and sums.full_precision(weights.device)
+        bounded = bool(((bounds == 0) | (bounds >= 2.0**-40)).all()) and products.full_precision(weights.device)
         if not bounded or (used.numel() and not 2.0**-60 <= float(used.min()) <= float(used.max()) <= 2.0**20):
             return False
         largest = torch.ops.dpkernels.row_squares(factors_)[keep]
@@ -313,8 +333,15 @@ class PerSample:
             return target.copy_(found.view(target.shape))
         return target if found.data_ptr() == target.data_ptr() else found.view(target.shape)
 
-    def _exact(self, shape: Shape, parts: list[Part], weights: Tensor, keep: Tensor | None = None) -> Tensor:
-        total = self._zeros(shape.size.numel())
+    def _exact(
+        self,
+        shape: Shape,
+        parts: list[Part],
+        weights: Tensor,
+        keep: Tensor | None = None,
+        onto: Tensor | None = None,
+    ) -> Tensor:
+        total = self._zeros(shape.size.numel()) if onto is None else onto.view(-1)
         for part in parts:
             matrix = factors.zero_samples(part.matrix, keep)
             if part.place is None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
@@ -25,6 +26,8 @@ from dpkernels import ops
 
 OPERATIONS_PER_BYTE = 8  # that a core does while it moves a byte to or from memory
 WIDE = 2  # operations in float64 cost this many in float32
+AT_A_TIME, FEW = 128 << 20, 8  # bytes of rows, and samples, that are worth a recording of their own
+TUNING = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES", "LD_PRELOAD")
 OWN_RATE = 0.3  # of the time of a product with shared weights, which one with samples' own takes more
 
 
@@ -64,6 +67,13 @@ class Choice(NamedTuple):
     def extra(self) -> float:
         """What it costs beyond that."""
         return self.batch * extra_cost(self.way, self.length, self.height, self.width)
+
+    @property
+    def row_bytes(self) -> int:
+        """Memory that the row of one sample would take if there is room, where keeping it is worth that."""
+        formed = self.way is Way.KEEP or self.op.startswith("conv")  # convolutions form theirs in any case
+        keeps = formed or choose(1, self.length, self.height, self.width, sys.maxsize, self.itemsize) is Way.KEEP
+        return stored_bytes(1, self.height, self.width, self.itemsize) if keeps else 0
 
     @property
     def stored_bytes(self) -> int:
@@ -116,6 +126,15 @@ def choose(batch: int, length: int, height: int, width: int, room: int, itemsize
     return min(ways, key=lambda way: extra_cost(way, length, height, width))
 
 
+def at_a_time(batch: int, row_bytes: int) -> int:
+    """Into parts of how many samples to share out a batch, so that rows which are kept do not take much memory.
+
+    What keeps 128 MiB of rows has so much to compute that to record one part more hardly counts.
+    """
+    parts = -(-batch // max(AT_A_TIME // max(row_bytes, 1), FEW))
+    return -(-batch // max(parts, 1))
+
+
 def fits(batch: int, height: int, width: int, room: int) -> bool:
     """Whether a convolution, which forms its rows in any case, keeps them; otherwise it forms them twice."""
     return stored_bytes(batch, height, width) <= room if not _forced else _forced[-1] is not Way.TILE
@@ -158,22 +177,20 @@ def free_bytes(device: torch.device) -> int:
 
 
 def empty_pool() -> None:
-    """Give memory that is kept from step to step, of rows and of what the C library frees, back to the system."""
+    """Give memory that is kept from step to step back to the system."""
     if ops.native is not None:
         ops.native.empty_pool()
-        ops.native.trim()
 
 
-def settle() -> None:
-    """After the check of a model, before its steps: give back what the check took, and from here on keep what is freed.
+def keep_memory() -> None:
+    """From now on torch's large CPU tensors take memory that stays with the process when they go: see csrc/cpu/pool.h.
 
     Every step needs the same memory again. The C library gives it back to the system whenever the end of its heap is
-    free, and new pages cost a step of a small network a fifth of its time. Where environment variables tune the C
-    library, it is left alone.
+    free, and new pages cost a step of a small network a fifth of its time; what it does keep is full of holes. Where
+    environment variables tune or replace it, it is left alone.
     """
-    if ops.native is not None:
-        ops.native.trim()
-        ops.native.keep_freed()
+    if ops.native is not None and not any(name in os.environ for name in TUNING):
+        ops.native.serve_torch(torch.__version__)
 
 
 def _meminfo() -> int | None:

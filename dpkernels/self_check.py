@@ -20,10 +20,9 @@ import math
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpkernels import factors, planner
@@ -34,77 +33,103 @@ from dpkernels.nested import flat_tensors, map_tensors
 from dpkernels.per_sample import PerSample
 from dpkernels.record import LossFunction, backward, call, check_losses, record, refuse_bypass
 from dpkernels.signatures import signature
+from dpkernels.still import STILL, Still
 from dpkernels.swapping import gradients_aside, running
 from dpkernels.tape import Plan, RecordingError, Tape
 from dpkernels.taps import no_autocast
 from dpkernels.walk import Walk
 
-_proven: weakref.WeakKeyDictionary[nn.Module, dict[Any, Plan]] = weakref.WeakKeyDictionary()
+
+class Proven(NamedTuple):
+    """What a check found: where samples are, and the memory that kept rows of one sample would take."""
+
+    plan: Plan
+    row_bytes: int
+
+
+_proven: weakref.WeakKeyDictionary[nn.Module, dict[Any, Proven]] = weakref.WeakKeyDictionary()
 
 
 def ensure(
     model: nn.Module, members: Members, loss_fn: LossFunction, inputs: Any, targets: Any, walking: bool = False
-) -> Plan:
-    """The plan for this model and form of input; checks it when it is new, also (iv) if samples are to walk."""
+) -> Proven:
+    """What holds for this model and form of input; checks it when it is new, also (iv) if samples are to walk."""
     plans = _proven.setdefault(model, {})
     key = (signature(members, loss_fn, inputs, targets), walking)
     if key not in plans:
         if len(plans) >= 256:
             plans.clear()
+        planner.keep_memory()
         plans[key] = check(model, loss_fn, inputs, targets, walking)
-        planner.settle()
+        planner.empty_pool()
     return plans[key]
 
 
 def check(
     model: nn.Module, loss_fn: LossFunction, inputs: Any, targets: Any, walking: bool = False, real: bool = False
-) -> Plan:
+) -> Proven:
     """Prove (i), (ii) and (iii), and (iv) if asked to, or raise; on `real` inputs and parameters as they are.
 
     The first check batch may have the size of something else in the model: a refusal there is tried again with another.
+    Then once more in float64: where a ReLU's input is zero but for rounding, a sample's gradient in float32 is another
+    each time it is taken, which in a network of twenty layers happens to one batch in eight.
     """
     sizes = {n for t in flat_tensors(inputs) for n in t.shape[1:]}
     primes = [p for p in (3, 5, 7, 11, 13) if all(n % p for n in sizes)] + [3, 5]
+    floats = [t for t in (*model.parameters(), *flat_tensors(inputs)) if t.is_floating_point()]
+    can_widen = all(t.dtype == torch.float32 and t.is_cpu for t in floats) and not torch.is_autocast_enabled("cpu")
+    attempts = [(primes[0], False), (primes[1], False), *[(primes[0], True)] * can_widen]
+    first: RecordingError | None = None
     with torch.inference_mode(False), torch.random.fork_rng(devices=[]), gradients_aside(model.parameters()):
-        try:
-            return _Proof(model, loss_fn, inputs, targets, primes[0], real).plan(walking)
-        except RecordingError as first:
+        for batch, wide in attempts:
             try:
-                return _Proof(model, loss_fn, inputs, targets, primes[1], real).plan(walking)
-            except RecordingError:
-                raise first from None
+                return _Proof(model, loss_fn, inputs, targets, batch, real, wide).found(walking)
+            except RecordingError as refused:
+                first = first or refused
+            except Exception:
+                if not wide or first is None:  # the model has a type of its own
+                    raise
+    assert first is not None
+    raise first
 
 
 class _Proof:
     """A check at one batch size: inputs, parameters and weights to check with, and the ordinary gradient."""
 
     def __init__(
-        self, model: nn.Module, loss_fn: LossFunction, inputs: Any, targets: Any, batch: int, only_real: bool = False
+        self,
+        model: nn.Module,
+        loss_fn: LossFunction,
+        inputs: Any,
+        targets: Any,
+        batch: int,
+        only_real: bool,
+        wide: bool,
     ) -> None:
         self.model, self.loss_fn, self.batch = model, loss_fn, batch
+        self._wide: Callable[[Tensor], Tensor] = _in_float64 if wide else lambda t: t
         generator = torch.Generator().manual_seed(0)
         self.weights = torch.rand(batch, generator=generator, dtype=torch.float64) + 0.5
-        nudged = {name: _nudged(p, generator) for name, p in members_of(model).trainable.items()}
         normal, uniform = (partial(_made_up, batch, generator, draw) for draw in (torch.randn, torch.rand))
         real = partial(_repeated, batch)
         empty = not any(t.shape[1:].numel() for t in flat_tensors(inputs) if t.dim())  # then zero is all there is
         error: Exception | None = None
-        attempts: list[tuple[dict[str, Tensor], Any]]
-        attempts = [(nudged, normal), (nudged, uniform), ({}, normal), ({}, uniform), ({}, real)]
-        for values, make in attempts[-1:] if only_real else attempts:
-            self.values: dict[str, Tensor] = values
-            self.inputs = map_tensors(make, inputs)
-            self.targets = map_tensors(real if make is real else uniform, targets)
+        attempts: list[tuple[bool, Any]]
+        attempts = [(True, normal), (True, uniform), (False, normal), (False, uniform), (False, real)]
+        for nudged, make in attempts[-1:] if only_real else attempts:
+            self.inputs = map_tensors(self._wide, map_tensors(make, inputs))
+            self.targets = map_tensors(self._wide, map_tensors(real if make is real else uniform, targets))
             try:
-                own = {name: values.get(name, p).detach().clone() for name, p in members_of(model).trainable.items()}
-                self.plain = self.ordinary(own, self.weights)
+                found = self.ordinary(self._parameters(nudged), self.weights)
             except RecordingError:
                 raise
             except Exception as failure:  # the model wants other values
                 error = error or failure
                 continue
-            found = torch.stack([torch.linalg.vector_norm(g, dtype=torch.float64) for g in self.plain.values()])
-            if bool(found.isfinite().all()) and (bool(found.any()) or empty):
+            self.plain = {name: at_least_float(g).contiguous() for name, g in found.items()}
+            norms = torch.stack([torch.linalg.vector_norm(g, dtype=torch.float64) for g in found.values()])
+            if bool(norms.isfinite().all()) and (bool(norms.any()) or empty):
+                self.values = self._parameters(nudged) if nudged else {}  # made again, not kept: as large as the model
                 return
         if error is not None:
             raise error
@@ -113,34 +138,46 @@ class _Proof:
             "be checked. Call it first on a batch with a finite loss that depends on the parameters"
         )
 
-    def plan(self, walking: bool) -> Plan:
+    def _parameters(self, nudged: bool) -> dict[str, Tensor]:
+        """Copies of the parameters, the same each time: as they are, or a little off."""
+        generator = torch.Generator().manual_seed(1)
+        trainable = members_of(self.model).trainable
+        return {
+            name: self._wide(_nudged(p, generator) if nudged else p.detach().clone()) for name, p in trainable.items()
+        }
+
+    def found(self, walking: bool) -> Proven:
         """Prove it."""
         plan: Plan = {}
         ops: dict[str, str] = {}
+        choices: list[planner.Choice] = []
 
         def look(tape: Tape) -> None:
             plan.update(tape.seen)
+            choices.extend(tape.choices)
             ops.update(_ops(tape))
 
         everyone = torch.arange(self.batch)
         rows = self.recorded(everyone, inspect=look)
         sizes = rows.sizes(self.weights)
         words = "the sum of its rows is not the ordinary gradient"
-        types = {name: p.dtype for name, p in members_of(self.model).trainable.items()}
-        for name, total in rows.weighted_sums(self.weights):  # all of them would be twice as large as the model
-            _refuse_off(ops, sizes, name, total.sub_(self.plain.pop(name)), types[name], words)
+        types = {name: self._wide(p).dtype for name, p in members_of(self.model).trainable.items()}
+        off = self.plain
+        rows.add_weighted_(off, -self.weights)
+        for name, t in off.items():
+            _refuse_off(ops, sizes, name, t, types[name], words)
+            t.zero_()
         parts = [everyone[everyone % 3 != missing].flip(0) for missing in range(3)]
         masks = [torch.zeros_like(self.weights).index_fill(0, part, 1.0) for part in parts]
         shares = (0.6, 0.9, 1.4)  # what parts are off by does not cancel in their sum
         mixed = sum((share * mask for share, mask in zip(shares, masks, strict=True)), torch.zeros_like(self.weights))
-        off = {name: total.to(types[name]) for name, total in rows.weighted_sums(self.weights * mixed)}
+        rows.add_weighted_(off, self.weights * mixed)
         del rows
         for alike in (False, True):
             look_masked = partial(_check_masked, masks[0] == 0)
             self.recorded(everyone, mask=masks[0], plan=plan, inspect=look_masked, alike=alike)
         for part, share in zip(parts, shares, strict=True):
-            for name, total in self.recorded(part, plan=plan).weighted_sums(share * self.weights[part]):
-                off[name] -= total
+            self.recorded(part, plan=plan).add_weighted_(off, -share * self.weights[part])
         words = "a sample's row depends on which other samples are in the batch"
         for name, t in off.items():
             _refuse_off(ops, sizes, name, t, types[name], words, in_float32=(1e-5, 1e-7))
@@ -148,12 +185,12 @@ class _Proof:
         if walking:
             with no_autocast():  # two steps in half precision are too far from each other to tell
                 self.check_walk(plan, ops)
-        return plan
+        return Proven(plan, sum(choice.row_bytes for choice in choices))
 
     def check_walk(self, plan: Plan, ops: dict[str, str]) -> None:
         """Prove (iv), with steps of about a tenth of the parameters' size, or less where that is too far for them."""
         everyone = torch.arange(self.batch)
-        parameters = {name: p.detach() for name, p in members_of(self.model).trainable.items()} | self.values
+        parameters = self.values or self._parameters(nudged=False)
         first = self.recorded(everyone, plan=plan, each={})
         length = math.hypot(*(float(torch.linalg.vector_norm(p)) for p in parameters.values()))
         for share in (1e-1, 1e-2, 1e-3, 1e-4):
@@ -219,7 +256,7 @@ class _Proof:
             len(part),
             plan=plan,
             weights=mask,
-            values=self.values or {name: p.detach().clone() for name, p in members_of(self.model).trainable.items()},
+            values=self.values or self._parameters(nudged=False),
             buffers=self.constants(),
             replaced=STILL,
             inspect=inspect,
@@ -229,7 +266,7 @@ class _Proof:
     def constants(self) -> dict[int, Tensor]:
         """Copies of buffers and frozen parameters, by the ids of those, for a model that writes into them."""
         frozen = [p for p in self.model.parameters() if not p.requires_grad]
-        return {id(t): t.detach().clone() for t in (*self.model.buffers(), *frozen)}
+        return {id(t): self._wide(t.detach().clone()) for t in (*self.model.buffers(), *frozen)}
 
     def ordinary(self, values: dict[str, Tensor], weights: Tensor) -> dict[str, Tensor]:
         """The ordinary gradient of sum_i weights_i loss_i at values, which may change; the model is left as it was."""
@@ -239,7 +276,7 @@ class _Proof:
         leaves = {name: nn.Parameter(values[name]) for name in parameters}
         swaps: dict[int, Tensor] = {id(p): leaves[name] for name, p in parameters.items()}
         swaps |= self.constants()
-        with running(members, swaps, undone=True), _Still():
+        with running(members, swaps, undone=True), Still():
             losses = self.loss_fn(call(self.model, self.inputs), self.targets)
             check_losses(losses, self.batch)
             if losses.requires_grad:
@@ -247,6 +284,10 @@ class _Proof:
                     backward(losses, weights.to(losses))
         refuse_bypass(parameters)
         return {name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in leaves.items()}
+
+
+def _in_float64(t: Tensor) -> Tensor:
+    return t.double() if t.is_floating_point() else t
 
 
 def _ops(tape: Tape) -> dict[str, str]:
@@ -290,74 +331,6 @@ def _refusal(ops: dict[str, str], name: str, words: str) -> RecordingError:
         f"parameter {name}{where}: {words}. The model or loss_fn mixes samples, keeps them in another dimension than "
         "dim 0, or uses the parameter where it is not seen. Keep samples in dim 0 and apart"
     )
-
-
-class _Still(torch.overrides.TorchFunctionMode):
-    """Random ops held still."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.autograd.backward:  # of a reentrant checkpoint, which runs the model again
-            with self:
-                return backward(*args, **(kwargs or {}))
-        return STILL.get(func, func)(*args, **(kwargs or {}))
-
-
-def _same(x: Tensor, *_: Any, **__: Any) -> Tensor:
-    return x
-
-
-def _attention(*args: Any, **kwargs: Any) -> Tensor:
-    if len(args) > 4:
-        args = (*args[:4], 0.0, *args[5:])
-    else:
-        kwargs["dropout_p"] = 0.0
-    return F.scaled_dot_product_attention(*args, **kwargs)
-
-
-def _first_of(draw: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """The same number everywhere, of those that may be drawn."""
-    drawn = draw(*args, **kwargs)
-    return drawn.fill_(int(drawn.min())) if drawn.numel() else drawn
-
-
-def _recurrent(layer: Callable[..., Any], *args: Any) -> Any:
-    dropout = 5 if isinstance(args[3], bool) else 6  # one later for a packed sequence
-    return layer(*args[:dropout], 0.0, *args[dropout + 1 :])
-
-
-def _constant(value: float, like: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    kwargs.pop("generator", None)
-    return like(*args, **kwargs).fill_(value)
-
-
-# What stands in for random ops: dropout does nothing, a coin shows heads, noise is a constant.
-STILL: Mapping[Any, Callable[..., Any]] = {
-    **dict.fromkeys((F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, torch.dropout, torch.feature_dropout), _same),
-    **dict.fromkeys((F.alpha_dropout, F.feature_alpha_dropout, torch.alpha_dropout), _same),
-    F.rrelu: lambda x, lower=1 / 8, upper=1 / 3, *_, **__: F.rrelu(x, lower, upper, False),
-    F.gumbel_softmax: lambda logits, tau=1.0, hard=False, eps=0.0, dim=-1: (logits / tau).softmax(dim),
-    F.scaled_dot_product_attention: _attention,
-    F.multi_head_attention_forward: lambda *a, **k: F.multi_head_attention_forward(*a, **{**k, "training": False}),
-    **{layer: partial(_recurrent, layer) for layer in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)},
-    Tensor.bernoulli_: lambda x, *_, **__: x.fill_(1),
-    Tensor.bernoulli: lambda x, *_, **__: torch.ones_like(x),
-    torch.bernoulli: lambda x, *_, **__: torch.ones_like(x),
-    Tensor.normal_: lambda x, *_, **__: x.fill_(0.5),
-    Tensor.uniform_: lambda x, *_, **__: x.fill_(0.5),
-    Tensor.exponential_: lambda x, *_, **__: x.fill_(0.5),
-    torch.normal: lambda mean, std=1.0, *_, **__: mean + 0.5 * std,
-    torch.randint: partial(_first_of, torch.randint),
-    torch.randint_like: partial(_first_of, torch.randint_like),
-    torch.multinomial: partial(_first_of, torch.multinomial),
-    Tensor.multinomial: partial(_first_of, torch.multinomial),
-    torch.poisson: _same,
-    **dict.fromkeys((Tensor.geometric_, Tensor.log_normal_, Tensor.cauchy_), lambda x, *_, **__: x.fill_(1)),
-    Tensor.random_: lambda x, *_, **__: x.zero_(),
-    torch.rand: partial(_constant, 0.5, torch.zeros),
-    torch.randn: partial(_constant, 0.5, torch.zeros),
-    torch.rand_like: partial(_constant, 0.5, torch.zeros_like),
-    torch.randn_like: partial(_constant, 0.5, torch.zeros_like),
-}
 
 
 def _nudged(p: Tensor, generator: torch.Generator) -> Tensor:

@@ -6,25 +6,19 @@ as the ordinary weight gradient; rows that are stored are added in float64 by th
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from dpkernels import forming, gpu
-from dpkernels.factors import UNIT, Matrix, at_least_float, chunks
+from dpkernels import forming, gpu, products
+from dpkernels.factors import UNIT, Matrix, Outer, at_least_float, chunks
 
+LINES = 1 << 17  # elements of a sum that are made at a time
 SCALED = 1 << 18  # elements of g that are scaled at a time
 FLOAT_UNIT = 2.0**-23  # twice the rounding unit of float32
 SPLIT_UNIT = 2.0**-14  # of two bfloat16 that a float32 is written as, should conversions truncate
-
-
-def full_precision(device: torch.device) -> bool:
-    """Whether torch multiplies float32 matrices as they are, and does not round them to fewer digits first."""
-    if gpu.has_tiles(device):
-        return True
-    library: Any = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
-    return getattr(library.matmul, "fp32_precision", "ieee") in ("none", "ieee")
 
 
 def rounding(g: Tensor) -> float:
@@ -46,6 +40,9 @@ def product_sum(m: Matrix, weights: Tensor, out: Tensor | None = None) -> Tensor
         a, g = forming.for_kernels(m.outer.a, m.outer.g)
         if gpu.takes(a, g) and g.dtype != torch.float64:
             return torch.ops.dpkernels.outer_sum(a, g, weights.float())  # type: ignore[no-any-return]
+        if len(g) and products.is_faster(g.flatten(0, 1).T, a.flatten(0, 1).T):
+            scaled = torch.mul(g, weights.to(g.dtype)[:, None, None]).flatten(0, 1).T.contiguous()
+            return products.linear(scaled, a.flatten(0, 1).T)
         fits = out is not None and out.dtype == g.dtype
         total = out.view(m.height, m.width) if out is not None and fits else g.new_empty(m.height, m.width)
         return _scaled_product(a, g, weights.to(g.dtype), total)
@@ -66,6 +63,20 @@ def _scaled_product(a: Tensor, g: Tensor, weights: Tensor, total: Tensor) -> Ten
         scaled = torch.mul(g[samples], weights[samples, None, None], out=memory[: len(g) - first])
         total.addmm_(scaled.flatten(0, 1).T, a[samples].flatten(0, 1), beta=0 if first == 0 else 1)
     return total
+
+
+def exact_sum_by_lines(m: Matrix, weights: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """sum_i weights_i row_i as by `add_exact_sum`; where rows are factors alone, some lines of it at a time."""
+    alone = m.outer is not None and len(m.terms) == 1
+    step = max(1, LINES // max(m.width, 1)) if alone else max(m.height, 1)
+    for low in range(0, m.height, step):
+        lines = slice(low, min(m.height, low + step))
+        part = (
+            m
+            if m.outer is None or not alone
+            else replace(m, height=lines.stop - low, outer=Outer(m.outer.a, m.outer.g[:, :, lines]))
+        )
+        yield lines, add_exact_sum(weights.new_zeros(part.height, m.width), part, weights)
 
 
 def add_exact_sum(total: Tensor, m: Matrix, weights: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import dpkernels as dpk
-from dpkernels import planner, sums
+from dpkernels import planner, products, sums
 from tests import models, truth
 
 NAMES = ["gpt", "three_uses", "overlapping_views", "routed", "weight_norm", "lstm"]
@@ -237,7 +237,7 @@ def test_rounding_of_matrix_products_that_the_user_allowed_is_not_used(monkeypat
     """A coarser float32 product would round c * g after the coefficient was made."""
     *_, rows = recorded("gpt", torch.float32)
     wanted = rows.clip_sum(0.3, dtype=torch.float64).sum
-    monkeypatch.setattr(sums, "full_precision", lambda device: False)
+    monkeypatch.setattr(products, "full_precision", lambda device: False)
     monkeypatch.setattr(sums, "product_sum", None)
     for name, total in rows.clip_sum(0.3).sum.items():
         torch.testing.assert_close(total.double(), wanted[name], rtol=1e-6, atol=1e-8)

@@ -286,3 +286,26 @@ def test_check_independence_looks_at_real_inputs():
         dpk.check_independence(model, truth.cross_entropy, x, y)
     with pytest.raises(ValueError, match="inputs: has no sample"):
         dpk.check_independence(model, truth.cross_entropy, x[:0], y[:0])
+
+
+def test_a_check_that_rounding_refuses_is_made_in_float64(monkeypatch):
+    """A ReLU whose input is zero but for rounding has one gradient in one run and another in the next."""
+    tried = []
+    found = self_check._Proof.found
+
+    def refusing(proof, walking):
+        tried.append(next(iter(proof.plain.values())).dtype)
+        if tried[-1] == torch.float32:
+            raise self_check.RecordingError("by chance")
+        return found(proof, walking)
+
+    monkeypatch.setattr(self_check._Proof, "found", refusing)
+    x, y = torch.randn(4, 20), labels(4)
+    dpk.per_sample_gradients(nn.Linear(20, CLASSES), truth.cross_entropy, x, y)
+    assert tried == [torch.float32, torch.float32, torch.float64]
+    mixing = Function(lambda m, x: m.layer(x - x.mean(0)), layer=nn.Linear(20, CLASSES))
+    with pytest.raises(ValueError, match="by chance"):
+        dpk.per_sample_gradients(mixing, truth.cross_entropy, x, y)
+    types = Function(lambda m, x: m.layer(x) @ torch.eye(CLASSES), layer=nn.Linear(20, CLASSES))  # in float32 only
+    with pytest.raises(ValueError, match="by chance"):
+        dpk.per_sample_gradients(types, truth.cross_entropy, x, y)

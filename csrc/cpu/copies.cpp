@@ -4,7 +4,7 @@
 
 #include "arguments.h"
 #include "parallel.h"
-#include "pool.h"
+#include "pooled_floats.h"
 
 namespace dpk {
 

@@ -39,6 +39,14 @@ Isa active_isa() { return active().load(std::memory_order_relaxed); }
 
 const char* isa_name(Isa isa) { return names[static_cast<int>(isa)]; }
 
+bool is_amd() {
+#if DPK_HAVE_X86_VARIANTS
+  return __builtin_cpu_is("amd");
+#else
+  return false;
+#endif
+}
+
 std::vector<std::string> available_isas() {
   std::vector<std::string> found;
   for (int i = 0; i < isa_count; ++i) {

@@ -1,131 +1,156 @@
 #include "pool.h"
 
-#include <torch/csrc/stable/ops.h>
-
 #include <algorithm>
-#include <cstdlib>
+#include <iterator>
 #include <map>
 #include <mutex>
-#include <new>
+#include <set>
+#include <utility>
 #if defined(__linux__)
+#include <pthread.h>
 #include <sys/mman.h>
-#endif
-#if defined(__GLIBC__)
-#include <malloc.h>
+#include <unistd.h>
 #endif
 
 namespace dpk {
 namespace {
 
-constexpr size_t page = 4096, huge_page = size_t{2} << 20;
+constexpr size_t line = 64, page = 4096;
+constexpr size_t gap = 3 * line;                  // blocks of round sizes would all lie in the same places of a cache
+constexpr size_t small_pages = size_t{32} << 20;  // from here on in huge ones, of which a part may be idle
 
-// From the system itself: blocks that live long within malloc's heap would keep it from reusing what is around them.
-void* map(size_t bytes) {
-#if defined(__linux__)
-  void* block = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (block == MAP_FAILED) throw std::bad_alloc();
-#if defined(MADV_HUGEPAGE)
-  if (bytes >= huge_page) madvise(block, bytes, MADV_HUGEPAGE);
-#endif
-  return block;
-#else
-  return ::operator new(bytes, std::align_val_t{page});
-#endif
-}
+size_t down(size_t n, size_t to) { return n / to * to; }
+size_t up(size_t n, size_t to) { return down(n + to - 1, to); }
 
-void unmap(void* block, size_t bytes) {
-#if defined(__linux__)
-  munmap(block, bytes);
-#else
-  static_cast<void>(bytes);
-  ::operator delete(block, std::align_val_t{page});
-#endif
-}
-
-struct Pool {
+// Blocks in a range of addresses as large as the machine's memory, which the system backs as it is used.
+class Pool {
+ public:
   std::mutex mutex;
-  std::multimap<size_t, void*> free;  // by size
-  std::map<void*, size_t> used;
-  size_t free_bytes = 0;
 
-  void* take(size_t need) {
-    const std::lock_guard<std::mutex> lock(mutex);
-    auto found = free.lower_bound(need);
-    if (found == free.end() || found->first > 2 * need + huge_page) {
-      // A little more than asked for: batches drawn at random are not all of one size.
-      const size_t bytes = (need + need / 16 + page - 1) / page * page;
-      give_back(bytes);  // blocks that nothing has fitted
-      void* block = map(bytes);
-      used.emplace(block, bytes);
-      return block;
-    }
-    void* block = found->second;
-    used.emplace(block, found->first);
-    free_bytes -= found->first;
-    free.erase(found);
-    return block;
+  Pool() {
+#if defined(__linux__)
+    const auto pages = sysconf(_SC_PHYS_PAGES);
+    const size_t size = pages > 0 ? down(static_cast<size_t>(pages) * page, size_t{2} << 20) : 0;
+    if (size <= small_pages) return;
+    void* range = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (range == MAP_FAILED) return;
+    base_ = static_cast<char*>(range);
+    size_ = size;
+#if defined(MADV_HUGEPAGE)
+    madvise(base_ + small_pages, size - small_pages, MADV_HUGEPAGE);
+#endif
+    add(0, {size, 0});
+#endif
+  }
+
+  bool owns(const void* block) const {
+    const char* at = static_cast<const char*>(block);
+    return size_ > 0 && at >= base_ && at < base_ + size_;
+  }
+
+  size_t kept() const { return kept_; }
+
+  void* take(size_t bytes) {
+    if (bytes > size_) return nullptr;
+    const size_t need = up(bytes + gap, line);
+    const auto found = by_size_.lower_bound({need, 0});  // the smallest that fits, and of those the first
+    if (found == by_size_.end()) return nullptr;
+    const size_t at = found->second;
+    const Free old = remove(free_.find(at));
+    if (old.size > need) add(at + need, {old.size - need, old.kept - std::min(old.kept, need)});
+    used_.emplace(at, need);
+    return base_ + at;
   }
 
   void put(void* block) {
-    const std::lock_guard<std::mutex> lock(mutex);
-    const auto found = used.find(block);
-    free.emplace(found->second, block);
-    free_bytes += found->second;
-    used.erase(found);
+    const auto found = used_.find(static_cast<size_t>(static_cast<char*>(block) - base_));
+    size_t at = found->first;
+    Free range{found->second, found->second};
+    used_.erase(found);
+    const auto next = free_.lower_bound(at);
+    const auto before = next == free_.begin() ? free_.end() : std::prev(next);
+    if (next != free_.end() && next->first == at + range.size) range = joined(range, remove(next));
+    if (before != free_.end() && before->first + before->second.size == at) {
+      at = before->first;
+      range = joined(range, remove(before));
+    }
+    add(at, range);
   }
 
-  void give_back(size_t bytes) {
-    while (!free.empty() && bytes > 0) {
-      const auto last = std::prev(free.end());
-      unmap(last->second, last->first);
-      free_bytes -= last->first;
-      bytes -= std::min(bytes, last->first);
-      free.erase(last);
+  void empty() {
+#if defined(__linux__)
+    for (auto& [at, range] : free_) {
+      const size_t first = up(at, page), last = down(at + range.size, page);
+      if (range.kept > 0 && first < last) madvise(base_ + first, last - first, MADV_DONTNEED);
+      range.kept = 0;
     }
+#endif
+    kept_ = 0;
   }
+
+ private:
+  struct Free {
+    size_t size, kept;  // bytes, and about how many of them the system has backed
+  };
+
+  static Free joined(const Free& a, const Free& b) { return {a.size + b.size, a.kept + b.kept}; }
+
+  Free remove(std::map<size_t, Free>::iterator range) {
+    const Free old = range->second;
+    by_size_.erase({old.size, range->first});
+    kept_ -= old.kept;
+    free_.erase(range);
+    return old;
+  }
+
+  void add(size_t at, const Free& range) {
+    free_.emplace(at, range);
+    by_size_.emplace(range.size, at);
+    kept_ += range.kept;
+  }
+
+  char* base_ = nullptr;
+  size_t size_ = 0, kept_ = 0;
+  std::map<size_t, Free> free_;                  // by offset
+  std::set<std::pair<size_t, size_t>> by_size_;  // size, offset
+  std::map<size_t, size_t> used_;                // size by offset
 };
 
 Pool& pool() {
-  static Pool* const shared = new Pool;  // never destroyed: tensors may outlive the module's statics
+  static Pool* const shared = [] {  // never destroyed: tensors may outlive the module's statics
+    Pool* const made = new Pool;
+#if defined(__linux__)
+    pthread_atfork([] { pool().mutex.lock(); }, [] { pool().mutex.unlock(); }, [] { pool().mutex.unlock(); });
+#endif
+    return made;
+  }();
   return *shared;
 }
 
+using Locked = std::lock_guard<std::mutex>;
+
 }  // namespace
 
-torch::stable::Tensor pooled_floats(const std::vector<int64_t>& sizes) {
-  std::vector<int64_t> strides(sizes.size(), 1);
-  for (size_t d = sizes.size() - 1; d > 0; --d) strides[d - 1] = strides[d] * std::max<int64_t>(sizes[d], 1);
-  const int64_t elements = sizes.empty() ? 1 : strides[0] * sizes[0];
-  void* block = pool().take(std::max<size_t>(static_cast<size_t>(elements) * sizeof(float), 64));
-  return torch::stable::from_blob(
-      block, sizes, strides, torch::stable::Device(torch::headeronly::DeviceType::CPU),
-      torch::headeronly::ScalarType::Float, +[](void* data) { pool().put(data); });
+void* take_block(size_t bytes) {
+  const Locked lock(pool().mutex);
+  return pool().take(bytes);
+}
+
+bool is_pooled(const void* block) { return pool().owns(block); }
+
+void put_block(void* block) {
+  const Locked lock(pool().mutex);
+  pool().put(block);
 }
 
 int64_t pool_bytes() {
-  const std::lock_guard<std::mutex> lock(pool().mutex);
-  return static_cast<int64_t>(pool().free_bytes);
+  const Locked lock(pool().mutex);
+  return static_cast<int64_t>(pool().kept());
 }
 
 void empty_pool() {
-  const std::lock_guard<std::mutex> lock(pool().mutex);
-  pool().give_back(pool().free_bytes);
-}
-
-void trim() {
-#if defined(__GLIBC__)
-  malloc_trim(0);
-#endif
-}
-
-void keep_freed() {
-#if defined(__GLIBC__)
-  for (const char* name : {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"}) {
-    if (std::getenv(name) != nullptr) return;
-  }
-  mallopt(M_MMAP_THRESHOLD, 32 << 20);  // the most it takes
-  mallopt(M_TRIM_THRESHOLD, -1);
-#endif
+  const Locked lock(pool().mutex);
+  pool().empty();
 }
 
 }  // namespace dpk

@@ -1,24 +1,22 @@
-// Memory for rows that live from a backward to the end of its step. Fresh pages cost several times what it takes to
-// fill them, so blocks that tensors gave back are kept for later ones, and large blocks ask for huge pages.
+// Memory for large tensors, kept from step to step: a training step asks for the same blocks each time, and fresh pages
+// cost several times what it takes to fill them.
+//
+// One range of addresses, filled from its start. A block goes where it leaves the least over, neighbours that are free
+// are one, and so what is kept is little more than the most that was in use at once. (In the C library's heap, half as
+// much again to twice as much: up to glibc 2.37 an aligned block does not fit where one of its own size was.)
 #pragma once
-#include <torch/csrc/stable/tensor.h>
-
+#include <cstddef>
 #include <cstdint>
-#include <vector>
 
 namespace dpk {
 
-// A contiguous float32 tensor, not filled; its memory goes back to the pool with it.
-torch::stable::Tensor pooled_floats(const std::vector<int64_t>& sizes);
+// A block that is aligned to 64 bytes; null if there is no room. Whether one is the pool's; giving it back.
+void* take_block(size_t bytes);
+bool is_pooled(const void* block);
+void put_block(void* block);
 
 // Bytes the pool holds for tensors that do not exist yet; and giving them back to the system.
 int64_t pool_bytes();
 void empty_pool();
-
-// Memory that was freed, but that the C library keeps, back to the system, where it knows how to.
-void trim();
-
-// From now on freed memory stays with the C library, up to blocks of 32 MiB, unless the environment tells it otherwise.
-void keep_freed();
 
 }  // namespace dpk

@@ -11,7 +11,7 @@
 #include "arguments.h"
 #include "convolution.h"
 #include "parallel.h"
-#include "pool.h"
+#include "pooled_floats.h"
 #include "scratch.h"
 
 #define DPK_KERNEL_FILE "weight_rows_kernel.h"

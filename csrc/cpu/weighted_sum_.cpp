@@ -15,7 +15,7 @@ namespace dpk {
 namespace {
 
 constexpr int64_t rows_at_a_time = 4;  // streams from memory
-constexpr int64_t piece_elements = 2 * tile_elements;
+constexpr int64_t piece_elements = 4 * tile_elements;
 
 struct Target {
   char* data;

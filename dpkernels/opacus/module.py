@@ -108,7 +108,7 @@ class PrivateModule(nn.Module):
 
     def _of_samples(self, members: Members, inputs: Any, batch: int, counted: int, where: Tensor | None = None) -> Any:
         """Outputs for a batch, of which `where` counts; `counted` is how many samples a mean is taken over."""
-        plan = self_check.ensure(self._module, members, self._projection, inputs, None)
+        plan = self_check.ensure(self._module, members, self._projection, inputs, None).plan
         recording = Recording(members, batch, plan=plan, room=room_for(members, self._max_bytes))
         outside = tuple(t for t in flat_tensors(inputs) if t.requires_grad)
         inside = {id(t): t.detach().requires_grad_() for t in outside}

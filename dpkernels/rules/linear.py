@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dpkernels import products
 from dpkernels.layouts import Layout
 from dpkernels.rules.broadcast import promote
 from dpkernels.rules.fallback import fallback
-from dpkernels.rules.registry import apart, named, plain, reduced, rule, tracked, values_of
+from dpkernels.rules.registry import apart, named, plain, reduced, rule, shared, tracked, values_of
 from dpkernels.tape import Tape, Tracked
 
 
@@ -23,19 +25,39 @@ def linear(tape: Tape, input: Any, weight: Any, bias: Any = None) -> Any:
     layout = tape.layout(input, input.dim() - 1, named("linear", weight, bias))
     if apart(weight, bias):
         return _linear_apart(tape, input, weight, bias, layout)
-    output = F.linear(input, plain(weight), plain(bias))
     fixed = not input.requires_grad
 
-    def write(saved: tuple[Tensor, ...], gradients: tuple[Tensor | None, ...]) -> None:
-        (g,) = gradients
-        assert g is not None
+    def write(x: Tensor, g: Tensor) -> None:
         if isinstance(weight, Tracked):
-            (x,) = saved
             tape.add_outer(weight, tape.by_sample(x.to(g.dtype), layout, 1), tape.by_sample(g, layout, 1), fixed)
         if isinstance(bias, Tracked):
             tape.add_dense(bias, reduced(tape, g, layout, 1))
 
-    return tape.tap((output,), (input,) if isinstance(weight, Tracked) else (), write)[0]
+    if products.is_faster(input, shared(weight), shared(bias)):
+        return _linear_by_ours(tape, input, plain(weight), plain(bias), write)
+
+    def write_saved(saved: tuple[Tensor, ...], gradients: tuple[Tensor | None, ...]) -> None:
+        (g,) = gradients
+        assert g is not None
+        write(saved[0] if saved else g, g)
+
+    output = F.linear(input, plain(weight), plain(bias))
+    return tape.tap((output,), (input,) if isinstance(weight, Tracked) else (), write_saved)[0]
+
+
+def _linear_by_ours(
+    tape: Tape, input: Tensor, weight: Tensor, bias: Tensor | None, write: Callable[[Tensor, Tensor], None]
+) -> Tensor:
+    """The layer and its input's gradient by the faster library."""
+
+    def backward(x: Tensor, g: Tensor, write_terms: bool, needed: bool) -> Tensor | None:
+        if write_terms:
+            write(x.detach(), g)
+        return products.linear(g, weight.t()) if needed else None
+
+    with torch.no_grad():
+        output = products.linear(input, weight, bias)
+    return tape.replace(output, input, backward)
 
 
 def _linear_apart(tape: Tape, input: Tensor, weight: Any, bias: Any, layout: Layout) -> Tensor:
