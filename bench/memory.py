@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
 import subprocess
 import sys
@@ -29,9 +30,14 @@ def told(used: dict[str, float], at_most: float | None) -> str:
     return f"peak memory: {peaks}; ours is {ratio:.2f} of SGD's{target}"
 
 
-def measure(step: Callable[[], object], times: int = 3) -> None:
-    """Take steps and print how many megabytes they took at their peak."""
-    torch.randn(64, 64) @ torch.randn(64, 64)  # what a library allocates once is not the step's
+def measure(step: Callable[[], object], times: int = 3, small: Callable[[], object] | None = None) -> None:
+    """Take steps and print how many megabytes they took at their peak.
+
+    `small` is the same on a small model: the code of libraries, and what they allocate once, is not the step's.
+    """
+    (small or (lambda: torch.randn(64, 64) @ torch.randn(64, 64)))()
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # forget the most that it had
     before = _status("VmRSS")
     for _ in range(times):
         step()

@@ -18,7 +18,7 @@ import torch
 import dpkernels as dpk
 from dpkernels.bench import harness, memory
 from dpkernels.bench.methods import CLIP, METHODS, NOISE, RATE, Step, vmap_sum
-from dpkernels.bench.models import MODELS, Task
+from dpkernels.bench.models import MODELS, Task, mlp
 
 AT_MOST = {"MLP": 1.15, "CNN": 1.15, "ResNet-20": 1.15, "GPT": 1.10}  # of SGD's time
 FASTER = {"MLP": 1.25, "CNN": 1.25, "ResNet-20": 1.1, "GPT": 1.25}  # than any peer
@@ -128,4 +128,5 @@ def main(names: Sequence[str] = ()) -> None:
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    memory.measure(METHODS[sys.argv[2]](MODELS[sys.argv[1]]()))
+    step = METHODS[sys.argv[2]]
+    memory.measure(step(MODELS[sys.argv[1]]()), small=step(mlp(32, 128)))

@@ -40,9 +40,6 @@ def product_sum(m: Matrix, weights: Tensor, out: Tensor | None = None) -> Tensor
         a, g = forming.for_kernels(m.outer.a, m.outer.g)
         if gpu.takes(a, g) and g.dtype != torch.float64:
             return torch.ops.dpkernels.outer_sum(a, g, weights.float())  # type: ignore[no-any-return]
-        if len(g) and products.is_faster(g.flatten(0, 1).T, a.flatten(0, 1).T):
-            scaled = torch.mul(g, weights.to(g.dtype)[:, None, None]).flatten(0, 1).T.contiguous()
-            return products.linear(scaled, a.flatten(0, 1).T)
         fits = out is not None and out.dtype == g.dtype
         total = out.view(m.height, m.width) if out is not None and fits else g.new_empty(m.height, m.width)
         return _scaled_product(a, g, weights.to(g.dtype), total)
@@ -56,6 +53,13 @@ def _scaled_product(a: Tensor, g: Tensor, weights: Tensor, total: Tensor) -> Ten
     """total = (weights g)^T a, some samples at a time: what is scaled stays in cache."""
     if not len(g):
         return total.zero_()
+    lines = a.flatten(0, 1).T
+    if products.is_faster(g.flatten(0, 1).T, lines):
+        scaled = torch.mul(g, weights[:, None, None]).flatten(0, 1).T
+        for low in range(0, len(total), step := max(1, SCALED // total.shape[1])):
+            part = slice(low, low + step)
+            total[part] = products.linear(scaled[part].contiguous(), lines)
+        return total
     count = max(1, SCALED // max(g.shape[1] * g.shape[2], 1))
     memory = g.new_empty(min(count, len(g)), *g.shape[1:])
     for first in range(0, len(g), count):
