@@ -129,4 +129,4 @@ def main(names: Sequence[str] = ()) -> None:
 if __name__ == "__main__":
     torch.manual_seed(0)
     step = METHODS[sys.argv[2]]
-    memory.measure(step(MODELS[sys.argv[1]]()), small=step(mlp(32, 128)))
+    memory.measure(step(MODELS[sys.argv[1]]()), small=step(mlp(64, 128)))

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dpkernels import factors, forming
+from dpkernels import factors, forming, products
 from dpkernels.factors import Matrix
 
 
@@ -90,7 +90,7 @@ class Each:
             return _product_of_runs(x, self.of_runs.transpose(1, 2))
         if self.matrix is None:
             return _product(x, self.plain.transpose(1, 2))
-        y = F.linear(x, self.shared)
+        y = products.linear(x, self.shared)
         return _add_backward(y, x, self.matrix) if self._turned else _add_forward(y, x, self.matrix)
 
     def linear_input(self, g: Tensor) -> Tensor:
@@ -99,7 +99,7 @@ class Each:
             return _product_of_runs(g, self.of_runs)
         if self.matrix is None:
             return _product(g, self.plain)
-        dx = g @ self.shared.to(g.dtype)
+        dx = products.linear(g, self.shared.to(g.dtype).t())
         return _add_forward(dx, g, self.matrix) if self._turned else _add_backward(dx, g, self.matrix)
 
     def lines(self, ids: Tensor) -> Tensor:

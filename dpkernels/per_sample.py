@@ -161,10 +161,11 @@ class PerSample:
         keep = uppers.isfinite()
         norm = uppers.sqrt() * (1 + (len(self._shapes) + 8) * factors.UNIT)
         weights = torch.where(norm > bound, bound / norm, 1.0)
-        if bool((keep & (weights == 1)).all()):
+        kept = None if bool(keep.all()) else keep
+        if kept is None and bool((weights == 1).all()):
             return self
         parts = {
-            name: [Part(p.place, factors.scaled(factors.zero_samples(p.matrix, keep), weights)) for p in parts]
+            name: [Part(p.place, factors.scaled(factors.zero_samples(p.matrix, kept), weights)) for p in parts]
             for name, parts in self._parts.items()
         }
         return PerSample(self.batch_size, self._shapes, parts)

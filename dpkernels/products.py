@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dpkernels import gpu, ops
 
-SMALL = 1 << 21  # multiplications that MKL is done with before oneDNN has started
+SMALL = 1 << 22  # multiplications that MKL is done with before oneDNN has started
 
 
 @functools.cache

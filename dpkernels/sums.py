@@ -15,7 +15,7 @@ from torch import Tensor
 from dpkernels import forming, gpu, products
 from dpkernels.factors import UNIT, Matrix, Outer, at_least_float, chunks
 
-LINES = 1 << 17  # elements of a sum that are made at a time
+LINES = 1 << 15  # elements of a sum that are made at a time
 SCALED = 1 << 18  # elements of g that are scaled at a time
 FLOAT_UNIT = 2.0**-23  # twice the rounding unit of float32
 SPLIT_UNIT = 2.0**-14  # of two bfloat16 that a float32 is written as, should conversions truncate
@@ -55,10 +55,10 @@ def _scaled_product(a: Tensor, g: Tensor, weights: Tensor, total: Tensor) -> Ten
         return total.zero_()
     lines = a.flatten(0, 1).T
     if products.is_faster(g.flatten(0, 1).T, lines):
-        scaled = torch.mul(g, weights[:, None, None]).flatten(0, 1).T
         for low in range(0, len(total), step := max(1, SCALED // total.shape[1])):
             part = slice(low, low + step)
-            total[part] = products.linear(scaled[part].contiguous(), lines)
+            scaled = torch.mul(g[:, :, part], weights[:, None, None]).flatten(0, 1).T.contiguous()
+            total[part] = products.linear(scaled, lines)
         return total
     count = max(1, SCALED // max(g.shape[1] * g.shape[2], 1))
     memory = g.new_empty(min(count, len(g)), *g.shape[1:])
