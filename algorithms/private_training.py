@@ -155,20 +155,20 @@ class PrivateTraining:
             inputs, targets, self._part_size(inputs, targets), filled=self.noise.secure
         )
         onto: dict[str, Tensor] | None = None
+        parts: dict[str, Any] = {"exact": self.noise.secure, "reuse": True}
         self._places.check(self.model, rows_of, x, y)
         for x_, y_, where in first:
-            found = rows_of(x_, y_).clip_sum(self._clip, onto=onto, dtype=torch.float64, where=where)
+            found = rows_of(x_, y_).clip_sum(self._clip, **parts, onto=onto, dtype=torch.float64, where=where)
             onto = found.sum
             self._watch(found.norms, where)
         rows = rows_of(x, y)
         scale = 1 / self._expected_batch_size
         private: dict[str, Tensor]
         if self.ranks.size == 1:
-            found = rows.clip_sum(self._clip, self.noise, onto=onto, scale=scale, out=out(), where=last)
+            found = rows.clip_sum(self._clip, self.noise, **parts, onto=onto, scale=scale, out=out(), where=last)
             private = found.sum
         else:  # what ranks send is float64, as noise is added there
-            secure, wide = self.noise.secure, torch.float64
-            found = rows.clip_sum(self._clip, onto=onto, dtype=wide, exact=secure, where=last)
+            found = rows.clip_sum(self._clip, **parts, onto=onto, dtype=torch.float64, where=last)
             add_up_(self.ranks, list(found.sum.values()), self.noise, sensitivity=self._clip.sensitivity())
             kinds = {name: wide_type(p.dtype) for name, p in members_of(self.model).trainable.items()}
             private = {name: t.mul_(scale).to(kinds[name]) for name, t in found.sum.items()}

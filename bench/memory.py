@@ -30,7 +30,7 @@ def told(used: dict[str, float], at_most: float | None) -> str:
     return f"peak memory: {peaks}; ours is {ratio:.2f} of SGD's{target}"
 
 
-def measure(step: Callable[[], object], times: int = 3, small: Callable[[], object] | None = None) -> None:
+def measure(step: Callable[[], object], times: int = 10, small: Callable[[], object] | None = None) -> None:
     """Take steps and print how many megabytes they took at their peak.
 
     `small` is the same on a small model: the code of libraries, and what they allocate once, is not the step's.

@@ -88,6 +88,7 @@ class PerSample:
         out: Mapping[str, Tensor] | None = None,
         where: Tensor | None = None,
         exact: bool | None = None,
+        reuse: bool = False,
     ) -> ClippedSum:
         """Clip each row, sum over samples, add noise; `sum` is a dict of tensors like the parameters.
 
@@ -95,14 +96,14 @@ class PerSample:
             clip: the largest norm of a row, or a rule: `Flat`, `Automatic` or `PerLayer` with one bound for each
                 parameter in their order.
             noise: added to every coordinate of the sum. Without it nothing here is private.
-            onto: a sum to add to before the noise, that of earlier micro-batches of one batch. Where it is float64 its
-                memory is used: it is not that sum afterwards.
+            onto: a sum to add to before the noise, that of earlier micro-batches of one batch.
             dtype: of the sum; unless given, float64 for float64 parameters and float32 for others. float64 also does
                 all arithmetic there, as adding `onto` a sum does.
             scale: what the noisy sum is multiplied by.
             out: contiguous tensors to put the sum into, by name; new ones where there is none that fits.
             where: bool [B], the samples to count; others are padding.
-            exact: False has factors multiplied in their own precision although `dtype` is float64.
+            exact: False has factors multiplied in their own precision although `dtype` is float64 or `onto` is given.
+            reuse: whether the memory of `onto` may be used, which then is not that sum any more.
 
         Sensitivity of the sum: `clip` under add-remove, twice that under replace-one, times `scale`; see
         `rule.sensitivity`. `norms` are those of the rows before clipping: NOT private.
@@ -114,8 +115,8 @@ class PerSample:
         if where is not None:
             checks.samples("where", where, self.batch_size)
         scale = checks.number("scale", scale, low=-math.inf)
-        exact = dtype == torch.float64 if exact is None else bool(exact)
-        exact = exact or onto is not None or (noise is not None and noise.secure)
+        exact = dtype == torch.float64 or onto is not None if exact is None else bool(exact)
+        exact = exact or (noise is not None and noise.secure)
         squares, uppers = self._squares(rounded=not exact)
         keep = uppers.sum(1).isfinite()
         keep = keep if where is None else keep & where.to(keep.device)
@@ -139,9 +140,11 @@ class PerSample:
             target = _fitting(given, shape.size, kind, shape.device)
             stored, others = _stored(self._parts[name])
             base = self._product(others, weights[:, i % weights.shape[1]], kept, target) if not exact else None
+            total = None if onto is None else onto[name].to(torch.float64, copy=not reuse).contiguous()
             if base is None and (others or onto is not None):
-                total = None if onto is None else onto[name].double().contiguous()
                 base = self._exact(shape, others, weights[:, i % weights.shape[1]], kept, total)
+            elif base is not None and total is not None:
+                base = total.add_(base)
             totals.append(target if base is None else base)
             filled.append(base is not None)
             rows += stored

@@ -173,7 +173,8 @@ def free_bytes(device: torch.device) -> int:
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + cached
     known = [n for n in (_meminfo(), _control_group()) if n is not None]
-    return (min(known) if known else 1 << 30) + (ops.native.pool_bytes() if ops.native else 0)
+    kept = min(ops.native.pool_bytes(), _resident()) if ops.native else 0  # a block may never have been touched
+    return (min(known) if known else 1 << 30) + kept
 
 
 def empty_pool() -> None:
@@ -200,6 +201,14 @@ def _meminfo() -> int | None:
     except (OSError, StopIteration, ValueError):
         names = ("SC_AVPHYS_PAGES", "SC_PAGE_SIZE")
         return os.sysconf(names[0]) * os.sysconf(names[1]) if all(n in os.sysconf_names for n in names) else None
+
+
+def _resident() -> int:
+    """Memory that this process has."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError):
+        return 0
 
 
 def _control_group() -> int | None:

@@ -7,7 +7,9 @@ and by shapes alone, so that two runs have the same bits.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -37,13 +39,31 @@ def full_precision(device: torch.device) -> bool:
     return getattr(library.matmul, "fp32_precision", "ieee") in ("none", "ieee")
 
 
+_every_size: list[None] = []
+
+
+@contextlib.contextmanager
+def of_every_size() -> Iterator[None]:
+    """Small products go the same way as large ones: for the check of a model, which runs it on few samples."""
+    _every_size.append(None)
+    try:
+        yield
+    finally:
+        _every_size.pop()
+
+
 def is_faster(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
     """Whether `linear` here serves x weight^T + bias, and takes less time than torch's."""
     if _onednn() is None or not (x.dtype == weight.dtype == torch.float32 and x.is_cpu and weight.is_cpu):
         return False
-    if x.numel() * weight.shape[0] < SMALL or x.shape[-1] != weight.shape[1] or type(x) is not Tensor:
+    if weight.dim() != 2 or type(x) is not Tensor or x.shape[-1] != weight.shape[1]:
         return False
-    if bias is not None and (bias.dtype, bias.shape) != (torch.float32, weight.shape[:1]):
+    if x.numel() * weight.shape[0] < SMALL and not _every_size:
+        return False
+    if not (weight.is_contiguous() or weight.t().is_contiguous()):  # it may lie on itself, which oneDNN refuses
+        return False
+    wanted = (torch.float32, weight.shape[:1], True)  # oneDNN does not look at a bias's strides
+    if bias is not None and (bias.dtype, bias.shape, bias.is_contiguous()) != wanted:
         return False
     return bool(torch.backends.mkldnn.enabled) and full_precision(x.device) and not torch.is_autocast_enabled("cpu")
 

@@ -340,13 +340,21 @@ class Tape:
         self,
         output: Tensor,
         input: Tensor,
-        backward: Callable[[Tensor, Tensor, bool, bool], Tensor | None],
+        given: Callable[[Tensor, Tensor, bool, bool], Tensor | None],
+        operands: Sequence[Tensor | None] = (),
     ) -> Tensor:
         """The output of an op on `input`, computed without autograd, whose backward is ours.
 
-        `backward(input, gradient, write, needed)` writes the terms, if `write`, and returns the gradient of the input,
-        if `needed`.
+        `given(input, gradient, write, needed)` writes the terms, if `write`, and returns the gradient of the input, if
+        `needed`. It uses `operands`, which must be then what they are now.
         """
+        versions = [(t, t._version) for t in operands if t is not None and not t.is_inference()]
+
+        def backward(x: Tensor, g: Tensor, write: bool, needed: bool) -> Tensor | None:
+            if any([t._version != version for t, version in versions]):
+                raise RuntimeError(f"{self.op}: an operand was modified in place between forward and backward")
+            return given(x, g, write, needed)
+
         if output._base is None:
             return applied(Replaced, self.anchor, self, backward, output, input)  # type: ignore[no-any-return]
         # Nobody may write into a view that was made without autograd: replace what it is a view of.

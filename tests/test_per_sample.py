@@ -153,6 +153,18 @@ def test_micro_batches_add_up():
     torch.testing.assert_close(truth.flat_sum(total), truth.flat_sum(rows.clip_sum(0.5).sum), rtol=1e-5, atol=1e-6)
 
 
+def test_a_sum_that_is_added_to_is_left_as_it_was_unless_it_may_be_used():
+    *_, rows = recorded("gpt", torch.float32)
+    alone = rows.clip_sum(0.5, dtype=torch.float64).sum
+    zeros = {name: torch.zeros_like(s) for name, s in alone.items()}
+    for exact in (None, False):
+        found = rows.clip_sum(0.5, onto=zeros, dtype=torch.float64, exact=exact).sum
+        torch.testing.assert_close(truth.flat_sum(found), truth.flat_sum(alone), rtol=1e-5, atol=1e-6)
+        assert not any(bool(z.any()) for z in zeros.values())
+    again = rows.clip_sum(0.5, onto={name: s.clone() for name, s in alone.items()}, reuse=True).sum
+    torch.testing.assert_close(truth.flat_sum(again), 2 * truth.flat_sum(alone), rtol=1e-5, atol=1e-6)
+
+
 def test_sums_have_the_parameters_shapes_and_types():
     model = models.Function(lambda m, x: x @ m.a.double() + m.b, a=torch.randn(3, 2), b=torch.randn(2).double())
     rows = dpk.per_sample_gradients(model, lambda y, _: y.sum(1), torch.randn(4, 3).double(), torch.zeros(4))

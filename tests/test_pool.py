@@ -121,8 +121,45 @@ def test_whoever_tunes_memory_is_left_alone(name):
 
 
 def test_another_torch_than_that_of_the_build_is_left_alone():
-    script = 'print(ops.native.serve_torch("2.13.1"), ops.native.serve_torch("2.1"), ops.native.serve_torch(""))'
-    assert served(script) == "False False False\n"
+    assert "others False False False False" in served("""
+    print("others", *[ops.native.serve_torch(version) for version in ("2.13.1", "2.1", "2.13.00", "")])
+    """)
+
+
+def test_there_is_no_pool_where_addresses_are_limited():
+    """A range as large as the machine's memory would take them all."""
+    script = """
+    import resource
+    resource.setrlimit(resource.RLIMIT_AS, (48 << 30, 48 << 30))
+    import dpkernels as dpk, torch
+    from dpkernels import ops, planner
+    def addresses():
+        return int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    before = addresses()
+    planner.free_bytes(torch.device("cpu"))
+    x, y = torch.randn(64, 300), torch.zeros(64)
+    rows = dpk.per_sample_gradients(torch.nn.Linear(300, 200), lambda o, y: o.sum(1), x, y)
+    assert torch.isfinite(rows.clip_sum(1.0).sum["weight"]).all()
+    assert torch.ops.dpkernels.unfilled(x, (3, 5)).shape == (3, 5)
+    t = torch.empty(1 << 20)
+    del t
+    assert ops.native.pool_bytes() == 0
+    assert addresses() - before < 1 << 31
+    """
+    found = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, check=False, timeout=120
+    )
+    assert found.returncode == 0, found.stderr.decode()
+
+
+def test_memory_that_was_never_touched_is_not_free_twice():
+    served("""
+    device = torch.device("cpu")
+    before = planner.free_bytes(device)
+    t = torch.empty(1 << 33, dtype=torch.uint8)
+    del t
+    assert planner.free_bytes(device) < before + (1 << 29)
+    """)
 
 
 def test_a_step_needs_little_more_memory_than_is_in_use_at_once():

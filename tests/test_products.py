@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 import dpkernels as dpk
 from dpkernels import products
+from dpkernels.opacus.module import PrivateModule
 
 CLASSES = 64
 
@@ -24,7 +25,7 @@ SHAPES = {
     "sequences": lambda: (torch.randn(4, 7, 70), torch.randn(50, 70)),
     "transposed weight": lambda: (torch.randn(33, 70), torch.randn(70, 50).t()),
     "transposed lines": lambda: (torch.randn(70, 33).t(), torch.randn(50, 70)),
-    "every other": lambda: (torch.randn(33, 140)[:, ::2], torch.randn(50, 140)[:, ::2]),
+    "every other": lambda: (torch.randn(33, 140)[:, ::2], torch.randn(50, 70)),
     "one line for all": lambda: (torch.randn(1, 70).expand(33, 70), torch.randn(50, 70)),
     "one number for all": lambda: (torch.ones(()).expand(33, 70), torch.randn(50, 70)),
     "no line": lambda: (torch.randn(0, 70), torch.randn(50, 70)),
@@ -77,6 +78,58 @@ def test_whoever_allows_coarser_products_or_autocast_is_left_to_torch(every_size
         torch._C._set_mkldnn_enabled(True)
     monkeypatch.setattr(products, "full_precision", lambda device: False)
     assert not products.is_faster(x, w)
+
+
+@pytest.mark.parametrize("bias", [torch.randn(6)[::2], torch.randn(1).expand(3), torch.randn(3).double()])
+def test_a_bias_that_does_not_lie_in_order_is_left_to_torch(bias, every_size):
+    assert not products.is_faster(torch.randn(9, 5), torch.randn(3, 5), bias)
+
+
+def test_a_weight_that_lies_on_itself_is_left_to_torch(every_size):
+    assert not products.is_faster(torch.randn(9, 5), torch.randn(9).unfold(0, 5, 1))
+    assert not products.is_faster(torch.randn(9, 5), torch.randn(5))
+
+
+def test_a_weight_that_changed_since_forward_is_refused_as_torch_does(every_size):
+    """As in loops of two losses, where an optimizer steps between a forward and its backward."""
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Tanh(), torch.nn.Linear(16, CLASSES))
+    private = PrivateModule(model, loss_reduction="mean", max_bytes=None, physical_batch_size=None).train()
+    outputs = private(torch.randn(8, 16))
+    with torch.no_grad():
+        model[2].weight.mul_(5)
+    with pytest.raises(RuntimeError, match="modified in place"):
+        outputs.square().sum(1).mean().backward()
+
+
+def test_frozen_weights_do_not_hold_what_the_model_writes_into(every_size):
+    class BitFit(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.v, self.w = torch.nn.Linear(20, 20), torch.nn.Linear(20, 20)
+            self.w.weight.requires_grad_(False)
+
+        def forward(self, x):
+            h = self.v(x)
+            h.add_(self.w(h))
+            return h
+
+    def loss(outputs, targets):
+        return (outputs - targets).square().sum(1)
+
+    model, x, y = BitFit(), torch.randn(5, 20), torch.randn(5, 20)
+    rows = dpk.per_sample_gradients(model, loss, x, y).materialize()
+    for i in range(5):
+        wanted = torch.autograd.grad(loss(model(x[i : i + 1]), y[i : i + 1]).sum(), (model.v.weight, model.w.bias))
+        for row, g in zip((rows["v.weight"][i], rows["w.bias"][i]), wanted, strict=True):
+            torch.testing.assert_close(row, g, rtol=1e-4, atol=1e-5)
+
+
+def test_the_check_runs_large_products_ways_on_its_few_samples(monkeypatch):
+    """What is wrong with them alone is refused, not found by a large batch."""
+    monkeypatch.setattr(products, "_onednn", lambda: lambda x, w, b, *_: F.linear(x, w, b) + x.mean())
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Tanh(), torch.nn.Linear(16, CLASSES))
+    with pytest.raises(ValueError, match="row"):
+        dpk.per_sample_gradients(model, _loss, torch.randn(8, 16), torch.randint(0, CLASSES, (8,)))
 
 
 def test_small_products_are_left_to_torch(monkeypatch):

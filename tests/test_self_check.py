@@ -294,18 +294,56 @@ def test_a_check_that_rounding_refuses_is_made_in_float64(monkeypatch):
     found = self_check._Proof.found
 
     def refusing(proof, walking):
-        tried.append(next(iter(proof.plain.values())).dtype)
-        if tried[-1] == torch.float32:
-            raise self_check.RecordingError("by chance")
+        tried.append((next(iter(proof.plain.values())).dtype, proof._loose))
+        if tried[-1] == (torch.float32, False):
+            raise self_check._OffError("by chance")
         return found(proof, walking)
 
     monkeypatch.setattr(self_check._Proof, "found", refusing)
     x, y = torch.randn(4, 20), labels(4)
     dpk.per_sample_gradients(nn.Linear(20, CLASSES), truth.cross_entropy, x, y)
-    assert tried == [torch.float32, torch.float32, torch.float64]
+    strict = (torch.float32, False)
+    assert tried == [strict, strict, (torch.float64, False), (torch.float32, True)]
     mixing = Function(lambda m, x: m.layer(x - x.mean(0)), layer=nn.Linear(20, CLASSES))
     with pytest.raises(ValueError, match="by chance"):
         dpk.per_sample_gradients(mixing, truth.cross_entropy, x, y)
     types = Function(lambda m, x: m.layer(x) @ torch.eye(CLASSES), layer=nn.Linear(20, CLASSES))  # in float32 only
     with pytest.raises(ValueError, match="by chance"):
         dpk.per_sample_gradients(types, truth.cross_entropy, x, y)
+
+
+def _centred_aside(m, x):
+    """`.float()` is the same tensor in float32, and a copy in float64."""
+    h = m.a(x)
+    with torch.no_grad():
+        aside = h.float()
+        aside -= aside.mean(0)
+    return m.b(h)
+
+
+def _quantised_in_float32(m, x):
+    h = m.a(x)
+    return m.b(h / h.detach().abs().max() * 3 if h.dtype == torch.float32 else h)
+
+
+class _MixesBackward(torch.autograd.Function):
+    """Samples mix in the gradient, in float32."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        return g - g.mean(0) if g.dtype == torch.float32 else g
+
+
+@pytest.mark.parametrize(
+    "forward", [_centred_aside, _quantised_in_float32, lambda m, x: m.b(_MixesBackward.apply(m.a(x)))]
+)
+def test_what_mixes_samples_in_float32_alone_is_refused(forward):
+    model = Function(forward, a=nn.Linear(16, 16), b=nn.Linear(16, CLASSES))
+    with pytest.raises(ValueError, match="row"):
+        dpk.per_sample_gradients(model, truth.cross_entropy, torch.randn(8, 16), labels(8))
+    with pytest.raises(ValueError, match="row"):
+        dpk.check_independence(model, truth.cross_entropy, torch.randn(8, 16), labels(8))

@@ -1,6 +1,8 @@
 #include "pool.h"
 
 #include <algorithm>
+#include <atomic>
+#include <cstdio>
 #include <iterator>
 #include <map>
 #include <mutex>
@@ -9,18 +11,38 @@
 #if defined(__linux__)
 #include <pthread.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <unistd.h>
 #endif
 
 namespace dpk {
 namespace {
 
-constexpr size_t line = 64, page = 4096;
+constexpr size_t line = 64;
 constexpr size_t gap = 3 * line;                  // blocks of round sizes would all lie in the same places of a cache
 constexpr size_t small_pages = size_t{32} << 20;  // from here on in huge ones, of which a part may be idle
 
 size_t down(size_t n, size_t to) { return n / to * to; }
 size_t up(size_t n, size_t to) { return down(n + to - 1, to); }
+
+// Whether addresses that are not backed count against a limit: the user's, or that of a system that promises no more
+// than it has. Then there is no pool.
+bool addresses_are_counted() {
+#if defined(__linux__)
+  for (const auto resource : {RLIMIT_AS, RLIMIT_DATA}) {
+    rlimit limit{};
+    if (getrlimit(resource, &limit) != 0 || limit.rlim_cur != RLIM_INFINITY) return true;
+  }
+  char mode = '0';
+  if (std::FILE* file = std::fopen("/proc/sys/vm/overcommit_memory", "r")) {
+    mode = static_cast<char>(std::fgetc(file));
+    std::fclose(file);
+  }
+  return mode == '2';
+#else
+  return true;
+#endif
+}
 
 // Blocks in a range of addresses as large as the machine's memory, which the system backs as it is used.
 class Pool {
@@ -29,8 +51,10 @@ class Pool {
 
   Pool() {
 #if defined(__linux__)
-    const auto pages = sysconf(_SC_PHYS_PAGES);
-    const size_t size = pages > 0 ? down(static_cast<size_t>(pages) * page, size_t{2} << 20) : 0;
+    const auto pages = sysconf(_SC_PHYS_PAGES), bytes = sysconf(_SC_PAGESIZE);
+    if (pages <= 0 || bytes <= 0 || addresses_are_counted()) return;
+    page_ = static_cast<size_t>(bytes);
+    const size_t size = down(static_cast<size_t>(pages) * page_, size_t{2} << 20);
     if (size <= small_pages) return;
     void* range = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (range == MAP_FAILED) return;
@@ -80,7 +104,7 @@ class Pool {
   void empty() {
 #if defined(__linux__)
     for (auto& [at, range] : free_) {
-      const size_t first = up(at, page), last = down(at + range.size, page);
+      const size_t first = up(at, page_), last = down(at + range.size, page_);
       if (range.kept > 0 && first < last) madvise(base_ + first, last - first, MADV_DONTNEED);
       range.kept = 0;
     }
@@ -110,19 +134,21 @@ class Pool {
   }
 
   char* base_ = nullptr;
-  size_t size_ = 0, kept_ = 0;
+  size_t page_ = 4096, size_ = 0, kept_ = 0;
   std::map<size_t, Free> free_;                  // by offset
   std::set<std::pair<size_t, size_t>> by_size_;  // size, offset
   std::map<size_t, size_t> used_;                // size by offset
 };
 
+std::atomic<Pool*> made{nullptr};  // never destroyed: tensors may outlive the module's statics
+
 Pool& pool() {
-  static Pool* const shared = [] {  // never destroyed: tensors may outlive the module's statics
-    Pool* const made = new Pool;
+  static Pool* const shared = [] {
+    made.store(new Pool);
 #if defined(__linux__)
     pthread_atfork([] { pool().mutex.lock(); }, [] { pool().mutex.unlock(); }, [] { pool().mutex.unlock(); });
 #endif
-    return made;
+    return made.load();
   }();
   return *shared;
 }
@@ -136,7 +162,7 @@ void* take_block(size_t bytes) {
   return pool().take(bytes);
 }
 
-bool is_pooled(const void* block) { return pool().owns(block); }
+bool is_pooled(const void* block) { return made.load() != nullptr && pool().owns(block); }
 
 void put_block(void* block) {
   const Locked lock(pool().mutex);
@@ -144,11 +170,13 @@ void put_block(void* block) {
 }
 
 int64_t pool_bytes() {
+  if (made.load() == nullptr) return 0;
   const Locked lock(pool().mutex);
   return static_cast<int64_t>(pool().kept());
 }
 
 void empty_pool() {
+  if (made.load() == nullptr) return;
   const Locked lock(pool().mutex);
   pool().empty();
 }

@@ -108,15 +108,20 @@ class PrivateOptimizer(torch.optim.Optimizer):
             self._onto = None
         summed = [_of_one_batch(batch) for batch in batches]
         *first, final = [part for batch in summed for part in batch]
+        how: dict[str, Any] = {"exact": self._noise.secure, "reuse": True}
         for part in first if last.is_last else [*first, final]:
-            self._onto = part.rows.clip_sum(self._clip, onto=self._onto, dtype=torch.float64, where=part.where).sum
+            onto, self._onto = self._onto, None
+            found = part.rows.clip_sum(self._clip, onto=onto, dtype=torch.float64, where=part.where, **how)
+            self._onto = found.sum
         self._onto_of, self._used = last.logical, last.number
         if not last.is_last:
             return loss
         onto, self._onto = self._onto, None
         divisor = self.expected_batch_size * len(batches) if self._model.loss_reduction == "mean" else 1.0
         out = self._written.take()
-        found = final.rows.clip_sum(self._clip, self._noise, onto=onto, scale=1 / divisor, out=out, where=final.where)
+        found = final.rows.clip_sum(
+            self._clip, self._noise, onto=onto, scale=1 / divisor, out=out, where=final.where, **how
+        )
         self._written.write(found.sum)
         if self.step_hook is not None:
             self.step_hook(self)

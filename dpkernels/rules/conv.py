@@ -163,7 +163,7 @@ def _conv_by_ours(
             write(x, g)
         return conv_each_input(g, values, x.shape[2:], *geometry.steps).to(x.dtype) if needed else None
 
-    return tape.replace(y, input, backward)
+    return tape.replace(y, input, backward, (values,))
 
 
 def _hashable(value: Any) -> Any:

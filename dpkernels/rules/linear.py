@@ -33,7 +33,8 @@ def linear(tape: Tape, input: Any, weight: Any, bias: Any = None) -> Any:
         if isinstance(bias, Tracked):
             tape.add_dense(bias, reduced(tape, g, layout, 1))
 
-    if products.is_faster(input, shared(weight), shared(bias)):
+    # A frozen weight would have its input saved for nothing, which a model may write into.
+    if isinstance(weight, Tracked) and products.is_faster(input, shared(weight), shared(bias)):
         return _linear_by_ours(tape, input, plain(weight), plain(bias), write)
 
     def write_saved(saved: tuple[Tensor, ...], gradients: tuple[Tensor | None, ...]) -> None:
@@ -57,7 +58,7 @@ def _linear_by_ours(
 
     with torch.no_grad():
         output = products.linear(input, weight, bias)
-    return tape.replace(output, input, backward)
+    return tape.replace(output, input, backward, (weight,))
 
 
 def _linear_apart(tape: Tape, input: Tensor, weight: Any, bias: Any, layout: Layout) -> Tensor:

@@ -228,7 +228,7 @@ def _replaced(
 
     with torch.no_grad():
         output = normalise(input, w, b)
-    return tape.replace(output, input, backward)
+    return tape.replace(output, input, backward, (w,))
 
 
 def _scaled_apart(
