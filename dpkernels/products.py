@@ -58,7 +58,7 @@ def is_faster(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
         return False
     if weight.dim() != 2 or type(x) is not Tensor or x.shape[-1] != weight.shape[1]:
         return False
-    if x.numel() * weight.shape[0] < SMALL and not _every_size:
+    if x.numel() * weight.shape[0] < (1 if _every_size else max(SMALL, 1)):  # oneDNN refuses tensors without elements
         return False
     if not (weight.is_contiguous() or weight.t().is_contiguous()):  # it may lie on itself, which oneDNN refuses
         return False
