@@ -336,6 +336,19 @@ class Tape:
             return tuple(t.view(s) for t, s in zip(tapped, shapes, strict=True))
         return applied(Tap, self.anchor, self, write, kind, len(outputs), *outputs, *saved)  # type: ignore[no-any-return]
 
+    def tap_one(self, output: Tensor, input: Tensor | None, write: Callable[[Tensor, Tensor], None]) -> Tensor:
+        """The output, with `write(input, gradient)` called when its gradient arrives.
+
+        Where no row is made of an input, none is held, and `write` is given the gradient in its place.
+        """
+
+        def write_saved(saved: tuple[Tensor, ...], gradients: tuple[Tensor | None, ...]) -> None:
+            (g,) = gradients
+            assert g is not None
+            write(saved[0] if saved else g, g)
+
+        return self.tap((output,), () if input is None else (input,), write_saved)[0]
+
     def replace(
         self,
         output: Tensor,

@@ -68,13 +68,8 @@ def _conv(
     if apart(weight, bias) or _is_faster(input, shared(weight), shared(bias), geometry):
         return _conv_by_ours(tape, input, weight, bias, layout, geometry, write)
 
-    def write_saved(saved: tuple[Tensor, ...], gradients: tuple[Tensor | None, ...]) -> None:
-        (g,) = gradients
-        assert g is not None
-        write(saved[0] if saved else g, g)
-
     output = func(input, plain(weight), plain(bias), stride, padding, dilation, groups)
-    return tape.tap((output,), (input,) if tracked(weight) else (), write_saved)[0]
+    return tape.tap_one(output, input if tracked(weight) else None, write)
 
 
 def _write_rows(tape: Tape, weight: Tracked, x: Tensor, g: Tensor, layout: Layout, geometry: _Geometry) -> None:

@@ -37,13 +37,8 @@ def linear(tape: Tape, input: Any, weight: Any, bias: Any = None) -> Any:
     if isinstance(weight, Tracked) and products.is_faster(input, shared(weight), shared(bias)):
         return _linear_by_ours(tape, input, plain(weight), plain(bias), write)
 
-    def write_saved(saved: tuple[Tensor, ...], gradients: tuple[Tensor | None, ...]) -> None:
-        (g,) = gradients
-        assert g is not None
-        write(saved[0] if saved else g, g)
-
     output = F.linear(input, plain(weight), plain(bias))
-    return tape.tap((output,), (input,) if isinstance(weight, Tracked) else (), write_saved)[0]
+    return tape.tap_one(output, input if tracked(weight) else None, write)
 
 
 def _linear_by_ours(
