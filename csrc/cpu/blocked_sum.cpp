@@ -128,8 +128,8 @@ class BlockedSum {
   const RowKernels& kernels_;
   std::vector<Tile> tiles_;
   int64_t width_ = 0, sum_size_ = 0, row_bytes_ = 0, slots_ = 1;
-  bool far_ = false;       // blocks are beyond the threads' own caches
-  double* sum_ = nullptr;  // [slots][sum_size]
+  Fetch fetch_ = Fetch::nothing;  // of rows that are summed
+  double* sum_ = nullptr;         // [slots][sum_size]
 
   int64_t tile_count() const { return static_cast<int64_t>(tiles_.size()); }
 
@@ -202,7 +202,7 @@ class BlockedSum {
         const double* c = &block.coefficient[static_cast<size_t>((r * p_.groups + t.group) * 3)];
         rows[live++] = {now_at(t, block.first + r), before_at(t, block.first + r), {c[0], c[1], c[2]}};
       }
-      kernels_.accumulate[static_cast<int>(p_.form)][element](sum + t.sum_at, t.length, rows, live, far_);
+      kernels_.accumulate[static_cast<int>(p_.form)][element](sum + t.sum_at, t.length, rows, live, fetch_);
     }
   }
 
@@ -240,7 +240,7 @@ class BlockedSum {
 
   void sum_by_samples() {
     const int64_t capacity = std::max<int64_t>(rows_in(cache_bytes() / 4), few_rows);
-    far_ = row_bytes_ * capacity > cache_bytes();
+    fetch_ = row_bytes_ * capacity > cache_bytes() ? fetch_from_afar() : Fetch::nothing;
     parallel_for(0, slots_, 1, [&](int64_t begin, int64_t end) {
       Block block = make_block(capacity);
       for (int64_t slot = begin; slot < end; ++slot) {
@@ -311,7 +311,7 @@ class BlockedSum {
   int64_t rows_in_cache() {
     const int64_t threads = torch::stable::get_num_threads();
     int64_t fit = rows_in(cache_bytes() * 13 / 16 * threads);
-    far_ = fit == 0;
+    fetch_ = fit == 0 ? fetch_from_afar() : Fetch::nothing;
     if (fit == 0) fit = rows_in(shared_cache_bytes(threads));
     return fit > 0 ? fit : max_block;
   }

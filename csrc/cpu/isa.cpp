@@ -47,6 +47,14 @@ bool is_amd() {
 #endif
 }
 
+bool is_intel() {
+#if DPK_HAVE_X86_VARIANTS
+  return __builtin_cpu_is("intel");
+#else
+  return false;
+#endif
+}
+
 std::vector<std::string> available_isas() {
   std::vector<std::string> found;
   for (int i = 0; i < isa_count; ++i) {

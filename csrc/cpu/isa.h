@@ -18,6 +18,7 @@ constexpr int isa_count = DPK_HAVE_X86_VARIANTS ? 3 : 1;
 Isa active_isa();
 const char* isa_name(Isa isa);
 bool is_amd();
+bool is_intel();
 std::vector<std::string> available_isas();
 void use_isa(const std::string& name);  // throws std::invalid_argument
 

@@ -10,4 +10,6 @@ const RowKernels& row_kernels() {
   return tables[static_cast<int>(active_isa())];
 }
 
+Fetch fetch_from_afar() { return is_intel() ? Fetch::own : Fetch::last_time; }
+
 }  // namespace dpk

@@ -16,9 +16,6 @@
 //
 // gram fetches 8 KiB ahead: across the borders of pages, where the hardware stops, and far enough that what is fetched
 // when a block ends arrives while it is summed (2 KiB took a tenth longer for rows of 8k).
-// accumulate is the last to read a row. From a `far` cache it fetches it as such: what it leaves behind does not push
-// out what is still to be summed (on a Zen 5, for rows beyond the second-level cache, the sum takes 0.6 reads instead
-// of 0.9). In a near one fetching by hand only costs.
 #pragma once
 #include "../common/element.h"
 
@@ -38,13 +35,22 @@ struct Row {
   double coefficient[3];
 };
 
+// How accumulate, the last to read a row, fetches it: from a near cache not at all. From a far one 2 KiB ahead and as
+// read for the last time, so that it does not push out what is still to be summed (on a Zen 5, for rows beyond the
+// second-level cache, the sum takes 0.6 reads instead of 0.9). On a Xeon that took three times as long: there in the
+// `own` ordinary way.
+enum class Fetch : int { nothing, last_time, own };
+
 struct RowKernels {
   using Gram = void (*)(const char* now, const char* before, int64_t n, double* products);
-  using Accumulate = void (*)(double* sum, int64_t n, const Row* rows, int row_count, bool far);
+  using Accumulate = void (*)(double* sum, int64_t n, const Row* rows, int row_count, Fetch fetch);
   Gram gram[form_count][element_count];
   Accumulate accumulate[form_count][element_count];
 };
 
 const RowKernels& row_kernels();
+
+// How rows that are in no cache of the thread's own are fetched.
+Fetch fetch_from_afar();
 
 }  // namespace dpk

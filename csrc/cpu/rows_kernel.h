@@ -134,9 +134,9 @@ inline void add_row(Doubles& total, const Row& row, int64_t i) {
 
 // Each row has loads of its own in the code, for the hardware fetches ahead by the address of the load (a loop over
 // rows here took half as long again).
-template <Form form, class E, int count, int unroll, bool far>
+template <Form form, class E, int count, int unroll, Fetch fetch>
 inline void accumulate_rows(double* sum, int64_t n, const Row* given) {
-  constexpr int64_t step = unroll * double_lanes, ahead = 2048;
+  constexpr int64_t step = unroll * double_lanes;
   Row rows[count];
   for (int r = 0; r < count; ++r) rows[r] = given[r];
   const bool apart = has_before(form) && rows[0].before != rows[count - 1].before;  // not one for all samples
@@ -146,8 +146,13 @@ inline void accumulate_rows(double* sum, int64_t n, const Row* given) {
     for (int u = 0; u < unroll; ++u) total[u] = load<Doubles>(sum + i + u * double_lanes);
 #pragma GCC unroll 8
     for (int r = 0; r < count; ++r) {
-      if (far) fetch_ahead<E, ahead, 0>(rows[r].now, i, step);
-      if (far && apart) fetch_ahead<E, ahead, 0>(rows[r].before, i, step);
+      if constexpr (fetch == Fetch::last_time) {
+        fetch_ahead<E, 2048, 0>(rows[r].now, i, step);
+        if (apart) fetch_ahead<E, 2048, 0>(rows[r].before, i, step);
+      } else if constexpr (fetch == Fetch::own) {
+        fetch_ahead<E, 1024, 3>(rows[r].now, i, step);
+        if (apart) fetch_ahead<E, 1024, 3>(rows[r].before, i, step);
+      }
 #pragma GCC unroll 8
       for (int u = 0; u < unroll; ++u) add_row<form, E>(total[u], rows[r], i + u * double_lanes);
     }
@@ -167,21 +172,22 @@ inline void accumulate_rows(double* sum, int64_t n, const Row* given) {
   }
 }
 
-template <Form form, class E, bool far>
+template <Form form, class E, Fetch fetch>
 inline void accumulate_all(double* sum, int64_t n, const Row* rows, int row_count) {
-  if constexpr (!far && !has_before(form)) {  // eight streams from a near cache read and write the sum half as often
-    for (; row_count >= 8; row_count -= 8, rows += 8) accumulate_rows<form, E, 8, 4, far>(sum, n, rows);
+  if constexpr (fetch != Fetch::last_time && !has_before(form)) {  // reads and writes the sum half as often
+    for (; row_count >= 8; row_count -= 8, rows += 8) accumulate_rows<form, E, 8, 4, fetch>(sum, n, rows);
   }
-  for (; row_count >= 4; row_count -= 4, rows += 4) accumulate_rows<form, E, 4, 8, far>(sum, n, rows);
-  if (row_count == 3) return accumulate_rows<form, E, 3, 8, far>(sum, n, rows);
-  if (row_count == 2) return accumulate_rows<form, E, 2, 8, far>(sum, n, rows);
-  if (row_count == 1) return accumulate_rows<form, E, 1, 8, far>(sum, n, rows);
+  for (; row_count >= 4; row_count -= 4, rows += 4) accumulate_rows<form, E, 4, 8, fetch>(sum, n, rows);
+  if (row_count == 3) return accumulate_rows<form, E, 3, 8, fetch>(sum, n, rows);
+  if (row_count == 2) return accumulate_rows<form, E, 2, 8, fetch>(sum, n, rows);
+  if (row_count == 1) return accumulate_rows<form, E, 1, 8, fetch>(sum, n, rows);
 }
 
 template <Form form, class E>
-void accumulate(double* sum, int64_t n, const Row* rows, int row_count, bool far) {
-  far ? accumulate_all<form, E, true>(sum, n, rows, row_count)
-      : accumulate_all<form, E, false>(sum, n, rows, row_count);
+void accumulate(double* sum, int64_t n, const Row* rows, int row_count, Fetch fetch) {
+  if (fetch == Fetch::last_time) return accumulate_all<form, E, Fetch::last_time>(sum, n, rows, row_count);
+  if (fetch == Fetch::own) return accumulate_all<form, E, Fetch::own>(sum, n, rows, row_count);
+  accumulate_all<form, E, Fetch::nothing>(sum, n, rows, row_count);
 }
 
 #define DPK_FORM(kernel, form) {kernel<form, F32>, kernel<form, F64>, kernel<form, BF16>, kernel<form, F16>}

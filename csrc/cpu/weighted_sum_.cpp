@@ -64,6 +64,7 @@ void weighted_sum_(Tensors sums, std::vector<bool> filled, const Tensors& rows, 
   }
   const Noise noise = noise_of(stream, std);
   const auto& accumulate = row_kernels().accumulate[static_cast<int>(Form::single)];
+  const Fetch fetch = fetch_from_afar();
   const auto share_count = static_cast<int64_t>(shares.size());
   shares.push_back(pieces.size());
   const int64_t grain = (int64_t{1} << 15) / (piece_elements * std::max<int64_t>(batch, 1)) + 1;
@@ -97,7 +98,7 @@ void weighted_sum_(Tensors sums, std::vector<bool> filled, const Tensors& rows, 
           const double w = weight[b * groups + group];
           if (w != 0.0) block[count++] = {source.at(b, piece.start), nullptr, {w, 0.0, 0.0}};
           if (count == rows_at_a_time || (b + 1 == batch && count > 0)) {
-            accumulate[static_cast<int>(source.element)](sum, piece.length, block, count, /*far=*/true);
+            accumulate[static_cast<int>(source.element)](sum, piece.length, block, count, fetch);
             count = 0;
           }
         }
