@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 
-import torch
+from torch import Tensor
 
-import dpkernels as dpk
 from dpkernels import checks
+from dpkernels.dense import masks
 
 
 def mask_seed_of(mask_seed: int, number: int, node: int) -> int:
@@ -15,14 +15,14 @@ def mask_seed_of(mask_seed: int, number: int, node: int) -> int:
     return (mask_seed + (number << 20) + node) % 2**63  # seeds that differ have nothing in common
 
 
+def kept_by(nodes: Sequence[int], number: int, mask_seed: int, width: int, p: float) -> tuple[Tensor, list[int]]:
+    """The coordinates that nodes send in a round: indices counted over vectors [N, width], and how many of each."""
+    return masks([mask_seed_of(mask_seed, number, i) for i in nodes], width, p)
+
+
 def most_kept(width: int, keep_probability: float, mask_seed: int, nodes: int, rounds: int) -> list[int]:
     """How many coordinates rounds keep, largest first, for a node no better than any: the most at each place."""
     checks.whole("rounds", rounds, low=1)
-    nothing = torch.zeros(width)
-
-    def of_node(i: int) -> Iterator[int]:
-        for number in range(rounds):
-            yield len(dpk.sparsify(nothing, keep_probability, seed=mask_seed_of(mask_seed, number, i)).values)
-
-    by_node = [sorted(of_node(i), reverse=True) for i in range(nodes)]
+    of_round = [kept_by(range(nodes), number, mask_seed, width, keep_probability)[1] for number in range(rounds)]
+    by_node = [sorted(numbers, reverse=True) for numbers in zip(*of_round, strict=True)]
     return [max(numbers) for numbers in zip(*by_node, strict=True)]

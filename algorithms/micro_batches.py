@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpkernels import checks, places
+from dpkernels import checks, places, reference
 from dpkernels.gradients import batch_of
 from dpkernels.nested import flat_tensors, map_tensors, nested_like
 
@@ -68,15 +68,15 @@ def stacked_batches(
     length = size or max(most, 1)
     for first in range(0, max(most, 1), length):
         here = [batch[first : first + length] for batch in batches]
-        counts = torch.tensor([len(indices) for indices in here])
+        indices, counts = torch.cat(here), torch.tensor([len(own) for own in here])
         columns = zip(*(flat_tensors(party) for party in parties), strict=True)
-        stacked = [_stacked(column, here, length, memory, i) for i, column in enumerate(columns)]
+        stacked = [_stacked(column, indices, counts, length, memory, i) for i, column in enumerate(columns)]
         inputs, targets = nested_like(tuple(parties[0]), stacked)
         yield inputs, targets, (torch.arange(length) < counts[:, None]).flatten()
 
 
 def _stacked(
-    column: Sequence[Tensor], here: Sequence[Tensor], length: int, memory: dict[int, Tensor], number: int
+    column: Sequence[Tensor], indices: Tensor, counts: Tensor, length: int, memory: dict[int, Tensor], number: int
 ) -> Tensor:
     form = column[0]
     if not form.dim():
@@ -86,7 +86,7 @@ def _stacked(
     if kept is None or kept.numel() < math.prod(shape) or kept.dtype != form.dtype:
         memory[number] = kept = torch.empty(math.prod(shape), dtype=form.dtype, device=form.device)
     whole = kept[: math.prod(shape)].view(shape)
-    for t, indices, run in zip(column, here, whole, strict=True):
-        torch.index_select(t.detach(), 0, indices, out=run[: len(indices)])
-        run[len(indices) :] = 0
+    sources = [t.detach() for t in column]
+    gather = torch.ops.dpkernels if all(t.is_contiguous() for t in sources) else reference  # without a copy of all
+    gather.gather_runs_(whole, sources, indices.to(form.device), counts)
     return whole.flatten(0, 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal, Self
 
@@ -12,15 +12,17 @@ import torch
 from torch import Tensor, nn
 
 import dpkernels as dpk
-from dpkernels import checks
+from dpkernels import checks, products
 from dpkernels.accounting import Event, Ledger
+from dpkernels.dense import add_gaussian_each_
 from dpkernels.members import members_of
 from dpkernels.paper_events import Accounting, rounded_up
 from dpkernels.places import Places
-from dpkernels.ranks import ALONE, Ranks, given
+from dpkernels.ranks import Ranks, given
+from dpkernels.sampling import poisson_of_each
 
 from .federation import Client, InProcess, largest_epsilon, secured, seed_of, shared_out
-from .masks import mask_seed_of, most_kept
+from .masks import kept_by, most_kept
 from .micro_batches import check_size, stacked_batches
 from .together import meet
 from .topologies import check_topology
@@ -118,7 +120,8 @@ class SDMDSGD:
         self._neighbours = [row.nonzero().squeeze(1).tolist() for row in linked]
         near = sorted({j for i in self._own for j in self._neighbours[i]} - set(self._own))
         self.followed = [*self._own, *near]
-        self._mixes = self._topology[self._own.start : self._own.stop, self.followed]
+        # d has sum_j W_ij x_j - x_i
+        self._pulls = (self._topology - torch.eye(len(self.nodes)))[self._own.start : self._own.stop, self.followed]
         self.transport = InProcess() if transport is None else transport
         self.ledgers = [Ledger(sampling_rate, budget=budget) for _ in self.nodes]
         std = self._mixing * self._lr * self._noise_std * self._noise_scale
@@ -145,12 +148,11 @@ class SDMDSGD:
     def _start(self, number: int) -> None:
         """Batches are drawn from round `number` on."""
         self.round = number
-
-        def draws(i: int) -> Iterator[Tensor]:
-            n, seed, ledger = self._sizes[i], seed_of(self._seed, 2, i), self.ledgers[i]
-            return iter(dpk.sampling.poisson(n, self._rate, 1 << 40, seed, start=number, ledger=ledger, ranks=ALONE))
-
-        self._draws = [draws(i) for i in self._own]
+        ledgers = self.ledgers[self._own.start : self._own.stop]
+        seed = seed_of(self._seed, 2)
+        self._draws = poisson_of_each(
+            self._sizes, self._rate, 1 << 40, seed, start=number, ledgers=ledgers, own=self._own
+        )
 
     @property
     def bytes_sent(self) -> int:
@@ -168,66 +170,66 @@ class SDMDSGD:
             self._step()
 
     def _step(self) -> None:
-        vectors = self.node_vectors
-        moves = self._gradients().mul_(-self._lr)
-        moves += torch.addmm(vectors[: len(self._own)], self._mixes.to(vectors.dtype), vectors, beta=-1)
-        moves *= self._mixing
-        kept = {i: self._kept(i, move) for i, move in zip(self._own, moves, strict=True)}
-        self._refuse_beyond(kept)
-        messages = {i: self._noisy(i, message) for i, message in kept.items()}
-        self._exchange(messages)
-        for place, i in enumerate(self.followed):
-            vectors[place].index_add_(0, messages[i].indices, messages[i].values)
+        vectors, own = self.node_vectors, len(self._own)
+        indices, counts = self._masks(self.followed, self.round)
+        kept = indices[: sum(counts[:own])]
+        gradients = self._gradients().view(-1)[kept]
+        towards = products.linear(self._pulls.to(vectors.dtype), vectors.t()).view(-1)[kept]
+        self._refuse_beyond()
+        values = towards.double().sub_(gradients, alpha=self._lr).mul_(self._mixing / self._keep)
+        messages = self._exchange(self._noisy(values, counts[:own]), counts[own:])
+        vectors.view(-1).index_add_(0, indices, torch.cat(messages))
         self.round += 1
         self._count_others()
         self._average()
 
-    def _kept(self, i: int, move: Tensor, number: int | None = None) -> dpk.SparseMessage:
-        """The coordinates of node i's move that it sends in a round, this one unless given, without noise."""
-        number = self.round if number is None else number
-        return dpk.sparsify(move, self._keep, seed=mask_seed_of(self._mask_seed, number, i))
+    def _masks(self, nodes: Sequence[int], number: int) -> tuple[Tensor, list[int]]:
+        """The coordinates that nodes send in a round, counted over their vectors, and how many of each."""
+        return kept_by(nodes, number, self._mask_seed, self.width, self._keep)
 
-    def _row_norm(self, kept: int) -> float:
-        """How far one record can move what is sent."""
+    def _row_norm(self, count: int) -> float:
+        """How far one record can move what is sent, of so many coordinates."""
         moved = self._mixing * self._lr * self._clamp / (self._keep * self._batch_size)  # each coordinate, at most
-        return moved * math.sqrt(rounded_up(kept))
+        return moved * math.sqrt(rounded_up(count))
 
-    def _refuse_beyond(self, kept: dict[int, dpk.SparseMessage]) -> None:
+    def _refuse_beyond(self) -> None:
         """None sends if one may not."""
         if self.ledgers[0].budget is None:
             return
-        nothing = self._sums.new_zeros(self.width)
-        for i, (ledger, noise) in enumerate(zip(self.ledgers, self._noises, strict=True)):
-            count = len((kept[i] if i in kept else self._kept(i, nothing)).values)
+        _, counts = self._masks(range(len(self.nodes)), self.round)
+        for ledger, noise, count in zip(self.ledgers, self._noises, counts, strict=True):
             ledger.check(std=noise.std, sensitivity=noise.widened(self._row_norm(count), count))
 
-    def _noisy(self, i: int, message: dpk.SparseMessage) -> dpk.SparseMessage:
-        """What node i sends: with noise of its own, in its ledger; counted."""
-        values = message.values
-        dpk.add_gaussian_(values, self._noises[i], sensitivity=self._row_norm(len(values)))
-        sent = self.transport.send(values.to(self.node_vectors.dtype), len(self._neighbours[i]))
-        return message._replace(values=sent)
-
-    def _exchange(self, messages: dict[int, dpk.SparseMessage]) -> None:
-        """Adds those of other ranks' nodes that are followed here: masks are public, so values alone travel."""
-        nothing = self.node_vectors.new_zeros(self.width)
-        owner = [self.ranks.owner(i, len(self.nodes)) for i in range(len(self.nodes))] if self.ranks.size > 1 else []
-        sent = [
-            (rank, messages[i].values)
-            for i in self._own
-            for rank in sorted({owner[j] for j in self._neighbours[i]} - {self.ranks.rank} if owner else ())
+    def _noisy(self, values: Tensor, counts: Sequence[int]) -> list[Tensor]:
+        """What nodes of this rank send: each with noise of its own, in its ledger; counted."""
+        noises = self._noises[self._own.start : self._own.stop]
+        add_gaussian_each_(values, counts, noises, [self._row_norm(count) for count in counts])
+        messages = values.to(self.node_vectors.dtype).split(list(counts))
+        return [
+            self.transport.send(message, len(self._neighbours[i]))
+            for i, message in zip(self._own, messages, strict=True)
         ]
-        for i in self.followed[len(self._own) :]:
-            messages[i] = self._kept(i, nothing)
-        awaited = [(owner[i], messages[i].values) for i in self.followed[len(self._own) :]]
+
+    def _exchange(self, messages: list[Tensor], counts: Sequence[int]) -> list[Tensor]:
+        """Adds those of other ranks' nodes that are followed here: masks are public, so values alone travel."""
+        if self.ranks.size == 1:
+            return messages
+        owner = [self.ranks.owner(i, len(self.nodes)) for i in range(len(self.nodes))]
+        sent = [
+            (rank, message)
+            for i, message in zip(self._own, messages, strict=True)
+            for rank in sorted({owner[j] for j in self._neighbours[i]} - {self.ranks.rank})
+        ]
+        near = self.followed[len(self._own) :]
+        awaited = [(owner[i], messages[0].new_zeros(count)) for i, count in zip(near, counts, strict=True)]
         self.ranks.exchange(sent, awaited)
+        return messages + [message for _, message in awaited]
 
     def _count_others(self) -> None:
         """Enter what nodes of other ranks released since: how much they kept is public, and so is all else of it."""
-        nothing = self._sums.new_zeros(self.width)
-        for number in range(self._counted, self.round):
-            for i in set(range(len(self.nodes))) - set(self._own):
-                count = len(self._kept(i, nothing, number).values)
+        others = [i for i in range(len(self.nodes)) if i not in self._own]
+        for number in range(self._counted, self.round) if others else ():
+            for i, count in zip(others, self._masks(others, number)[1], strict=True):
                 self.ledgers[i].note_batch(sampling_rate=self._rate)
                 self._noises[i].follow(self._row_norm(count), count)
         self._counted = self.round
@@ -242,14 +244,14 @@ class SDMDSGD:
 
     def _gradients(self) -> Tensor:
         """Each node's clamped gradients at its own weights on a batch, summed and divided by b: [N, d] in float64."""
-        batches = [next(draw) for draw in self._draws]
+        batches = next(self._draws)
         total = self._sums.zero_()
         weights, sums = (self._by_parameter(t) for t in (self.node_vectors[: len(self._own)], total))
         rows_of = partial(dpk.per_sample_gradients, self.model, self.loss_fn, weights=weights)
         nodes = [self.nodes[i] for i in self._own]
         for inputs, targets, where in stacked_batches(nodes, batches, self._micro_batch_size, self._memory):
             self._places.check(self.model, rows_of, inputs, targets, runs=len(nodes))
-            rows_of(inputs, targets, where=where).clamped_sums(self._clamp, len(nodes), onto=sums)
+            rows_of(inputs, targets, where=where).clamped_sums(self._clamp, len(nodes), onto=sums, where=where)
         return total.div_(self._batch_size)
 
     def _by_parameter(self, vectors: Tensor) -> dict[str, Tensor]:
@@ -325,12 +327,12 @@ class SDMDSGD:
         checks.positive("batch_size", batch_size)
         checks.whole("mask_seed", mask_seed, low=0)
         parties = len(shared_out(nodes, given(arguments.get("ranks")), "nodes")[0])
-        kept = most_kept(width, keep_probability, mask_seed, parties, rounds)
-        unit = clamp * math.sqrt(max(rounded_up(kept[0]), 1)) / batch_size
+        sizes = most_kept(width, keep_probability, mask_seed, parties, rounds)
+        unit = clamp * math.sqrt(max(rounded_up(sizes[0]), 1)) / batch_size
 
         def event(z: float) -> Event:
             return dpk.accounting.sdm_dsgd(
-                kept,
+                sizes,
                 noise_std=z * unit,
                 clamp=clamp,
                 batch_size=batch_size,
@@ -340,7 +342,7 @@ class SDMDSGD:
             )
 
         z = dpk.accounting.calibrate(event, epsilon, delta) * (1 + 1e-6)
-        weakest = z * math.sqrt(max(rounded_up(kept[0]), 1) / max(kept[-1], 1))
+        weakest = z * math.sqrt(max(rounded_up(sizes[0]), 1) / max(sizes[-1], 1))
         algorithm = cls(
             model,
             loss_fn,

@@ -56,19 +56,22 @@ inline int64_t sample_length(const Tensor& t) {
 
 // The noise of a stream (key, release), or of a secure one: four words of key, and the release. Both in the memory of
 // the CPU.
-inline Noise noise_of(const std::optional<Tensor>& stream, const std::optional<Tensor>& std) {
+inline Noise noise_of(const int64_t* stream, int64_t words, double std) {
   Noise noise;
-  if (!stream || !std) return noise;
-  const auto* s = stream->const_data_ptr<int64_t>();
   noise.on = true;
-  noise.std = *std->const_data_ptr<double>();
-  noise.secure = stream->numel() == 5;
+  noise.std = std;
+  noise.secure = words == 5;
   if (noise.secure) {
-    noise.secure_stream = secure_stream(s, s[4]);
+    noise.secure_stream = secure_stream(stream, stream[4]);
   } else {
-    noise.stream = {static_cast<uint64_t>(s[0]), static_cast<uint64_t>(s[1])};
+    noise.stream = {static_cast<uint64_t>(stream[0]), static_cast<uint64_t>(stream[1])};
   }
   return noise;
+}
+
+inline Noise noise_of(const std::optional<Tensor>& stream, const std::optional<Tensor>& std) {
+  if (!stream || !std) return {};
+  return noise_of(stream->const_data_ptr<int64_t>(), stream->numel(), *std->const_data_ptr<double>());
 }
 
 }  // namespace dpk

@@ -15,15 +15,22 @@ from dpkernels.factors import Later, Matrix
 
 def finite(m: Matrix) -> Tensor:
     """Which samples have nothing but finite factors, bool [B]."""
-    squares = torch.ops.dpkernels.row_squares([t.flatten(1) for t in factors.made_of(m)])
-    return squares.sum(1).isfinite()  # type: ignore[no-any-return]
+    made_of, known = factors.made_of(m), None if m.outer is None else m.outer.faults
+    if known is not None:
+        made_of = [t for t in made_of if t is not m.outer.a]  # type: ignore[union-attr]
+    squares = torch.ops.dpkernels.row_squares([t.flatten(1) for t in made_of]).sum(1)
+    return (squares if known is None else squares + known).isfinite()  # type: ignore[no-any-return]
 
 
-def add_clamped(sums: Tensor, m: Matrix, bound: float) -> None:
-    """sums [N, height, width] in float64 += those over N equal runs of samples of the rows, clamped."""
+def add_clamped(sums: Tensor, m: Matrix, bound: float, keep: Tensor | None = None) -> None:
+    """sums [N, height, width] in float64 += those over N equal runs of samples of the rows, clamped.
+
+    Of the samples that are kept, all unless given.
+    """
     if m.outer is not None and len(m.terms) == 1 and forming.is_native(m.outer.a):
-        forming.add_outer_clamped(sums, m.outer.a, m.outer.g, bound)
+        forming.add_outer_clamped(sums, m.outer.a, m.outer.g, keep, bound)
         return
+    m = factors.zero_samples(m, keep)
     if isinstance(m.dense, Later) and len(m.terms) == 1 and m.dense.clamp is not None:
         m.dense.clamp(sums, bound)
         return

@@ -205,6 +205,23 @@ def sparsify(
     return SparseMessage(indices, values, vector.numel())
 
 
+def masks(seeds: Sequence[int], size: int, keep_probability: float) -> tuple[Tensor, list[int]]:
+    """What `sparsify` keeps of vectors [N, size], a seed each: indices, counted over all of them; how many of each."""
+    keys = torch.tensor(seeds, dtype=torch.int64, device="cpu")
+    indices, counts = torch.ops.dpkernels.masks(keys, size, keep_probability)
+    return indices, counts.tolist()
+
+
+def add_gaussian_each_(
+    values: Tensor, counts: Sequence[int], noises: Sequence[Gaussian], sensitivities: Sequence[float]
+) -> Tensor:
+    """`add_gaussian_` of vectors behind one another, so many values each, with a Gaussian (all secure or none) each."""
+    released = [take_release(noise, s, n) for noise, s, n in zip(noises, sensitivities, counts, strict=True)]
+    streams, stds = (torch.stack(parts) for parts in zip(*released, strict=True))
+    torch.ops.dpkernels.add_gaussian_each_(values, torch.tensor(counts, dtype=torch.int64), streams, stds)
+    return values
+
+
 def _sum(name: str, lists: list[list[Tensor]], *arguments: object) -> tuple[list[Tensor], Tensor]:
     found = _called(name, (t for tensors in lists for t in tensors), *lists, *arguments)
     return found  # type: ignore[no-any-return]

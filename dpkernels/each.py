@@ -22,6 +22,8 @@ from torch import Tensor
 from dpkernels import factors, forming, products
 from dpkernels.factors import Matrix
 
+WIDE = 256  # lines of which our kernel multiplies faster than torch's bmm
+
 
 class Each:
     """Each sample's own value of a parameter, or of something derived from parameters.
@@ -84,14 +86,14 @@ class Each:
         turned = self._turned != turn
         return Each(value, matrix=self.matrix, turned=turned, of_runs=runs, batch=self._batch, source=self)
 
-    def linear(self, x: Tensor) -> Tensor:
-        """x_i W_i^T, from x [B, T, width]."""
+    def linear(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """x_i W_i^T, from x [B, T, width]; and, where it was seen on the way, 0 for finite samples, else NaN."""
         if self.of_runs is not None:
-            return _product_of_runs(x, self.of_runs.transpose(1, 2))
+            return _linear_of_runs(x, self.of_runs)
         if self.matrix is None:
-            return _product(x, self.plain.transpose(1, 2))
+            return _product(x, self.plain.transpose(1, 2)), None
         y = products.linear(x, self.shared)
-        return _add_backward(y, x, self.matrix) if self._turned else _add_forward(y, x, self.matrix)
+        return (_add_backward if self._turned else _add_forward)(y, x, self.matrix), None
 
     def linear_input(self, g: Tensor) -> Tensor:
         """g_i W_i, from g [B, T, height]."""
@@ -131,6 +133,16 @@ class Each:
 
 def _product(x: Tensor, w: Tensor) -> Tensor:
     return torch.bmm(x, w.to(x.dtype))
+
+
+def _linear_of_runs(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor | None]:
+    """x_i w^T of its run, from x [B, T, p] and w [N, d, p]."""
+    batch, length, width = x.shape
+    ours = width >= WIDE and x.dtype == torch.float32 and x.is_cpu and forming.is_native(x) and w.stride(2) == 1
+    if not ours:
+        return _product_of_runs(x, w.transpose(1, 2)), None
+    y, faults = forming.linear_runs(x.reshape(len(w), -1, width), w)
+    return y.view(batch, length, -1), faults.view(batch, length).sum(1)
 
 
 def _product_of_runs(x: Tensor, w: Tensor) -> Tensor:

@@ -18,6 +18,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from dpkernels.reference_layers import selected
+
 PIECE = 1 << 21  # float64 elements that a piece of work may hold
 TINY = 2.0**-500  # covers underflow: its square is still a normal number
 UNIT = 2.0**-52  # twice the rounding unit of float64
@@ -25,11 +27,15 @@ UNIT = 2.0**-52  # twice the rounding unit of float64
 
 @dataclass(frozen=True)
 class Outer:
-    """row_i = sum_t g_it a_it^T, from a [B, T, width] and g [B, T, height]; `fixed`: a does not depend on weights."""
+    """row_i = sum_t g_it a_it^T, from a [B, T, width] and g [B, T, height]; `fixed`: a does not depend on weights.
+
+    `faults` [B], where known: 0 for samples whose a is finite, else NaN.
+    """
 
     a: Tensor
     g: Tensor
     fixed: bool = False
+    faults: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -253,7 +259,7 @@ def zero_samples(m: Matrix, keep: Tensor | None) -> Matrix:
         return m
 
     def select(t: Tensor) -> Tensor:
-        return torch.where(keep.view(-1, *[1] * (t.dim() - 1)), t, torch.zeros((), dtype=t.dtype, device=t.device))
+        return selected(t, keep)
 
     dense = m.dense
     if isinstance(dense, Later) and dense.again is not None:

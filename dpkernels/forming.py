@@ -49,10 +49,10 @@ def add_conv_rows(rows: Tensor, x: Tensor, g: Tensor, scale: float, *geometry: A
     _op("conv_rows_", rows)(rows, x.to(rows.dtype), g.to(rows.dtype), scale, *geometry)
 
 
-def add_outer_clamped(sums: Tensor, a: Tensor, g: Tensor, bound: float) -> None:
-    """sums [N, height, width] += those over N equal runs of samples of rows sum_t g_t a_t^T, clamped."""
+def add_outer_clamped(sums: Tensor, a: Tensor, g: Tensor, live: Tensor | None, bound: float) -> None:
+    """sums [N, height, width] += those over N equal runs of samples of rows sum_t g_t a_t^T, clamped; of live ones."""
     a, g = for_kernels(a, g)
-    _op("outer_clamp_sum_", a)(sums, a, g, bound)
+    _op("outer_clamp_sum_", a)(sums, a, g, live, bound)
 
 
 def add_conv_clamped(sums: Tensor, x: Tensor, g: Tensor, bound: float, *geometry: Any) -> None:
@@ -69,6 +69,11 @@ def conv_each(x: Tensor, w: Tensor, size: Any, *geometry: Any) -> Tensor:
 def conv_each_input(g: Tensor, w: Tensor, size: Any, *geometry: Any) -> Tensor:
     """Its gradient with respect to the images, of `size`."""
     return _op("conv_each_input", g)(g, w.to(g.dtype), size, *geometry)  # type: ignore[no-any-return]
+
+
+def linear_runs(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """x w^T of each run of lines, and whether lines are finite; see `reference_layers.linear_runs`."""
+    return _op("linear_runs", x)(x, w.to(x.dtype))  # type: ignore[no-any-return]
 
 
 def low_rank(y: Tensor, x: Tensor, a: Tensor, g: Tensor) -> Tensor:

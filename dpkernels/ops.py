@@ -35,12 +35,13 @@ SCHEMAS = {
     "outer_rows_": "(Tensor(a!) rows, Tensor a, Tensor g, float scale) -> ()",
     "conv_rows_": "(Tensor(a!) rows, Tensor x, Tensor g, float scale, int[] stride, int[] padding, int[] dilation,"
     " int groups) -> ()",
-    "outer_clamp_sum_": "(Tensor(a!) sums, Tensor a, Tensor g, float bound) -> ()",
+    "outer_clamp_sum_": "(Tensor(a!) sums, Tensor a, Tensor g, Tensor? live, float bound) -> ()",
     "conv_clamp_sum_": "(Tensor(a!) sums, Tensor x, Tensor g, float bound, int[] stride, int[] padding, int[] dilation,"
     " int groups) -> ()",
     "conv_each": "(Tensor x, Tensor w, int[] size, int[] stride, int[] padding, int[] dilation, int groups) -> Tensor",
     "conv_each_input": "(Tensor g, Tensor w, int[] size, int[] stride, int[] padding, int[] dilation, int groups)"
     " -> Tensor",
+    "linear_runs": "(Tensor x, Tensor w) -> (Tensor, Tensor)",
     "low_rank_": "(Tensor(a!) y, Tensor x, Tensor a, Tensor g) -> ()",
     "unfilled": "(Tensor like, int[] size) -> Tensor",
     "copies": "(Tensor shared, int batch) -> Tensor",
@@ -55,7 +56,10 @@ SCHEMAS = {
     "weighted_sum_": "(Tensor(a!)[] sums, bool[] filled, Tensor[] rows, int[] owner, Tensor weights, Tensor? stream,"
     " Tensor? std, float scale) -> ()",
     "add_gaussian_": "(Tensor(a!)[] tensors, Tensor stream, Tensor std) -> ()",
+    "add_gaussian_each_": "(Tensor(a!) values, Tensor counts, Tensor streams, Tensor stds) -> ()",
     "sparsify": "(Tensor vector, float keep_probability, Tensor seed, Tensor? stream, Tensor? std) -> (Tensor, Tensor)",
+    "masks": "(Tensor seeds, int size, float keep_probability) -> (Tensor, Tensor)",
+    "gather_runs_": "(Tensor(a!) out, Tensor[] sources, Tensor indices, Tensor counts) -> ()",
 }
 # How many leading arguments are differentiable tensor lists, in the four ops that sum over samples.
 SUMS = {"clip_sum": 1, "clip_difference_sum": 2, "clip_momentum_sum": 2, "clamp_sum": 1}

@@ -187,12 +187,18 @@ class PerSample:
         return ClippedSum(self._named(totals), self.norms())
 
     def clamped_sums(
-        self, bound: float, runs: int = 1, *, onto: Mapping[str, Tensor] | None = None
+        self,
+        bound: float,
+        runs: int = 1,
+        *,
+        onto: Mapping[str, Tensor] | None = None,
+        where: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """The sums of clamped rows over `runs` equally long runs of samples, [runs, *shape] in float64; NOT private.
 
         For what is made of such sums: one record moves one of them, by at most `bound` in each coordinate. They are
-        added to those of `onto`, if given, each run of which must be contiguous.
+        added to those of `onto`, if given, each run of which must be contiguous. `where`, bool [B]: the samples that
+        count, all unless given.
         """
         limit = checks.number("bound", bound, low=0, finite=False)
         if checks.whole("runs", runs, low=1) and self.batch_size % runs:
@@ -204,18 +210,19 @@ class PerSample:
         ):
             raise ValueError(f"onto: must have float64 sums [{runs}, ...] of all parameters, each run contiguous")
         matrices = [p.matrix for parts in self._parts.values() for p in parts]
-        keep = functools.reduce(operator.and_, (clamped.finite(m) for m in matrices)) if matrices else None
+        given = [] if where is None else [checks.samples("where", where, self.batch_size)]
+        keep = functools.reduce(operator.and_, [*given, *(clamped.finite(m) for m in matrices)]) if matrices else None
         keep = None if keep is None or bool(keep.all()) else keep
         totals = {}
         for name, shape in self._shapes.items():
             total = self._zeros(runs, *shape.size) if onto is None else onto[name]
             for part in self._parts[name]:
-                matrix = factors.zero_samples(part.matrix, keep)
+                matrix = part.matrix
                 if part.place is None:
-                    clamped.add_clamped(total.view(runs, matrix.height, matrix.width), matrix, limit)
+                    clamped.add_clamped(total.view(runs, matrix.height, matrix.width), matrix, limit, keep)
                 else:
                     lines = total.new_zeros(runs, matrix.height, matrix.width)
-                    clamped.add_clamped(lines, matrix, limit)
+                    clamped.add_clamped(lines, matrix, limit, keep)
                     part.place.of(total.view(runs, -1)).add_(lines.view(runs, *part.place.size))
             totals[name] = total
         return totals

@@ -112,16 +112,34 @@ def add_gaussian_(tensors: Sequence[Tensor], stream: Tensor, std: Tensor) -> Non
         x.copy_(noised)
 
 
+def add_gaussian_each_(values: Tensor, counts: Tensor, streams: Tensor, stds: Tensor) -> None:
+    """`add_gaussian_` of vectors that lie behind one another, each with a stream and a std of its own."""
+    for x, stream, std in zip(values.split(counts.tolist()), streams, stds, strict=True):
+        add_gaussian_([x], stream, std)
+
+
 def sparsify(
     vector: Tensor, keep_probability: float, seed: Tensor, stream: Tensor | None, std: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """indices = {j : word_j(seed) < p 2^32}; values = (vector[indices] + std * z) / p, z counted by place."""
-    key = torch.stack([seed.reshape(()), torch.zeros_like(seed.reshape(()))])
-    words = element_words(key, MASK, vector.numel(), vector.device)
-    kept = words < int(keep_probability * 2**32)
-    indices = kept.nonzero().squeeze(1)
+    indices = masks(seed.reshape(1), vector.numel(), keep_probability)[0].to(vector.device)
     values = add_noise([vector.double()[indices]], stream, std)[0]
     return (values / keep_probability).to(wide_type(vector.dtype)), indices
+
+
+def masks(seeds: Tensor, size: int, keep_probability: float) -> tuple[Tensor, Tensor]:
+    """The indices that `sparsify` keeps of vectors [N, size], one seed each, counted over all; and how many of each."""
+    streams = torch.stack([seeds, torch.zeros_like(seeds)], dim=1)
+    words = [element_words(stream, MASK, size, seeds.device) for stream in streams]
+    kept = torch.stack(words) < int(keep_probability * 2**32)
+    return kept.flatten().nonzero().squeeze(1), kept.sum(1)
+
+
+def gather_runs_(out: Tensor, sources: Sequence[Tensor], indices: Tensor, counts: Tensor) -> None:
+    """out[n, k] = sources[n][indices of run n, k], zeros behind the last of them."""
+    for source, chosen, run in zip(sources, indices.split(counts.tolist()), out, strict=True):
+        torch.index_select(source, 0, chosen, out=run[: len(chosen)])
+        run[len(chosen) :] = 0
 
 
 def wide_type(dtype: torch.dtype) -> torch.dtype:

@@ -101,9 +101,16 @@ def clamp_sum_(sums: Tensor, rows: Tensor, bound: float) -> None:
     sums.add_(runs.sum(1))
 
 
-def outer_clamp_sum_(sums: Tensor, a: Tensor, g: Tensor, bound: float) -> None:
-    """`clamp_sum_` of rows sum_t g_t a_t^T, from a [B, T, p] and g [B, T, d]."""
-    clamp_sum_(sums, outer_rows(a, g)[0], bound)
+def selected(t: Tensor, live: Tensor | None) -> Tensor:
+    """t [B, ...] with zeros for samples that are not live, by selection: 0 * Inf would be NaN."""
+    if live is None:
+        return t
+    return torch.where(live.view(-1, *[1] * (t.dim() - 1)), t, torch.zeros((), dtype=t.dtype, device=t.device))
+
+
+def outer_clamp_sum_(sums: Tensor, a: Tensor, g: Tensor, live: Tensor | None, bound: float) -> None:
+    """`clamp_sum_` of rows sum_t g_t a_t^T, from a [B, T, p] and g [B, T, d], of the samples that are live (all)."""
+    clamp_sum_(sums, selected(outer_rows(a, g)[0], live), bound)
 
 
 def conv_clamp_sum_(
@@ -201,6 +208,11 @@ def _padded(
 ) -> Tensor:
     sides = _sides(x.shape[2:], out, kernel, stride, padding, dilation)
     return torch.nn.functional.pad(x, [n for side in reversed(sides) for n in side])
+
+
+def linear_runs(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """x w^T of each run, from x [N, lines, p] and w [N, d, p]; and for each line 0 if it is finite, else NaN."""
+    return torch.bmm(x, w.transpose(1, 2)), (x * 0).sum(2)
 
 
 def low_rank_(y: Tensor, x: Tensor, a: Tensor, g: Tensor) -> None:

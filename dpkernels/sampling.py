@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -50,7 +50,11 @@ def poisson(
     records, `ranks.share(n)`, drawn by itself: all of them together are such a batch, with a seed that of one process.
     Records must be in the same order on all ranks, or one may be in the shares of two and count twice.
     """
-    return Poisson(n, rate, steps, seed, start, ledger, given(ranks))
+    ranks = given(ranks)
+    batches = Poisson(n, rate, steps, seed, start, [] if ledger is None else [ledger], ranks.share)
+    if ranks.size > 1:
+        ranks.agree({"n": n, "rate": rate, "start": start})
+    return batches
 
 
 def fixed_size(
@@ -60,19 +64,47 @@ def fixed_size(
     return FixedSize(n, size, steps, seed, start, ledger)
 
 
+def poisson_of_each(
+    sizes: Sequence[int],
+    rate: float,
+    steps: int,
+    seed: int | None = None,
+    *,
+    start: int = 0,
+    ledgers: Sequence[Ledger],
+    own: range | None = None,
+) -> Iterator[list[Tensor]]:
+    """`poisson` over several parties at once, with so many records and a ledger each: a list of their batches a step.
+
+    One draw over all their records, which are in a batch independently, is cheaper than one for each party. `own`:
+    the parties whose batches are wanted, all unless given. With a seed these do not depend on which.
+    """
+    own = range(len(sizes)) if own is None else own
+    ends = torch.tensor([0, *sizes]).cumsum(0)[own.start : own.stop + 1]
+    share = range(int(ends[0]), int(ends[-1]))
+
+    def of_each(indices: Tensor) -> list[Tensor]:
+        counts = torch.searchsorted(indices, ends).diff()
+        return list((indices - ends[:-1].repeat_interleave(counts)).split(counts.tolist()))
+
+    return map(of_each, Poisson(sum(sizes), rate, steps, seed, start, ledgers, lambda _: share))
+
+
 class Batches(ABC):
     """Batches of indices, one after the other: what `poisson` and `fixed_size` return."""
 
     _purpose: int
 
-    def __init__(self, n: int, steps: int, seed: int | None, start: int, ledger: Ledger | None) -> None:
+    def __init__(self, n: int, steps: int, seed: int | None, start: int, ledgers: Sequence[Ledger]) -> None:
         self.n = checks.whole("n", n, low=0)
         self.steps = checks.whole("steps", steps, low=0)
         self.start = checks.whole("start", start, low=0)
         if seed is not None and checks.whole("seed", seed, low=0) >= 2**63:
             raise ValueError(f"seed: got {seed}, must be below 2**63")
         self.seed = seed
-        self._ledger = ledger
+        self._ledgers = ledgers
+        for ledger in ledgers:
+            ledger.check_claim(**self._claim)
 
     @property
     def reproducible(self) -> bool:
@@ -85,9 +117,8 @@ class Batches(ABC):
     def __iter__(self) -> Iterator[Tensor]:
         for step in range(self.start, self.start + self.steps):
             indices = torch.from_numpy(self._draw(_words(self.seed, self._purpose, step)))
-            if self._ledger is not None:
-                drawn = None if self.seed is None else (self.seed, self._purpose, step)
-                self._ledger.note_batch(**self._claim, drawn=drawn)
+            for ledger in self._ledgers:
+                ledger.note_batch(**self._claim, drawn=None if self.seed is None else (self.seed, self._purpose, step))
             yield indices
 
     @property
@@ -106,15 +137,18 @@ class Poisson(Batches):
     _purpose = _POISSON
 
     def __init__(
-        self, n: int, rate: float, steps: int, seed: int | None, start: int, ledger: Ledger | None, ranks: Ranks
+        self,
+        n: int,
+        rate: float,
+        steps: int,
+        seed: int | None,
+        start: int,
+        ledgers: Sequence[Ledger],
+        share: Callable[[int], range],
     ) -> None:
-        super().__init__(n, steps, seed, start, ledger)
         self.rate = checks.number("rate", rate, low=0, high=1)
-        if ranks.size > 1:
-            ranks.agree({"n": n, "rate": rate, "start": start})
-        self._share = ranks.share(n)
-        if ledger is not None:
-            ledger.check_claim(**self._claim)
+        super().__init__(n, steps, seed, start, ledgers)
+        self._share = share(n)
 
     @property
     def _claim(self) -> dict[str, Any]:
@@ -152,12 +186,10 @@ class FixedSize(Batches):
     _purpose = _FIXED
 
     def __init__(self, n: int, size: int, steps: int, seed: int | None, start: int, ledger: Ledger | None) -> None:
-        super().__init__(n, steps, seed, start, ledger)
-        self.size = checks.whole("size", size, low=0)
+        self.n, self.size = checks.whole("n", n, low=0), checks.whole("size", size, low=0)
         if size > n:
             raise ValueError(f"size: got {size}, must be at most n = {n}")
-        if ledger is not None:
-            ledger.check_claim(**self._claim)
+        super().__init__(n, steps, seed, start, [] if ledger is None else [ledger])
 
     @property
     def _claim(self) -> dict[str, Any]:

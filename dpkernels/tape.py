@@ -138,7 +138,7 @@ class Tape:
         elif isinstance(term, Dense):
             own = Dense(self.own(term.values), term.squares)
         elif isinstance(term, Outer):
-            own = Outer(self.own(term.a), self.own(term.g), term.fixed)
+            own = Outer(self.own(term.a), self.own(term.g), term.fixed, term.faults)
         else:
             own = Rows(self.own(term.ids), self.own(term.g))
         self.terms.setdefault(id(parameter), []).append(own)
@@ -155,10 +155,12 @@ class Tape:
         height = shape[0] if shape else 1
         self.add(parameter, Dense(values.reshape(self.batch, height, shape[1:].numel()), squares))
 
-    def add_outer(self, parameter: Tracked, a: Tensor, g: Tensor, fixed: bool = False) -> None:
+    def add_outer(
+        self, parameter: Tracked, a: Tensor, g: Tensor, fixed: bool = False, faults: Tensor | None = None
+    ) -> None:
         """The term sum_t g_t a_t^T, from a [B, T, width] and g [B, T, height]: as factors, or formed."""
         if self.walking:
-            return self.add(parameter, Outer(a, g, fixed))
+            return self.add(parameter, Outer(a, g, fixed, faults))
         length, height, width = a.shape[1], g.shape[2], a.shape[2]
         itemsize = at_least_float(g[:0]).element_size()
         way = planner.choose(self.batch, length, height, width, self.room if length > 1 else 0, itemsize)

@@ -56,8 +56,8 @@ def outer_cases(name, sizes, dtype):
     for runs in {1, max(batch, 1)}:
         found = torch.randn(runs, height, width, dtype=torch.float64)
         wanted = found.clone()
-        rows.outer_clamp_sum_(found, a, g, 0.3)
-        reference_layers.outer_clamp_sum_(wanted, wide_a, wide_g, 0.3)
+        rows.outer_clamp_sum_(found, a, g, None, 0.3)
+        reference_layers.outer_clamp_sum_(wanted, wide_a, wide_g, None, 0.3)
         yield f"outer_clamp_sum_, {runs} runs", error(found, wanted)
     found = torch.randn(batch, width, height).transpose(1, 2)  # not contiguous
     wanted = found.clone()
@@ -106,9 +106,9 @@ def not_finite():
     a, g = torch.randn(3, 2, 4), torch.randn(3, 2, 5)
     a[1, 0, 0] = float("nan")
     found = torch.zeros(3, 5, 4, dtype=torch.float64)
-    rows.outer_clamp_sum_(found, a, g, 0.3)
+    rows.outer_clamp_sum_(found, a, g, None, 0.3)
     wanted = torch.zeros_like(found)
-    reference_layers.outer_clamp_sum_(wanted, a, g, 0.3)
+    reference_layers.outer_clamp_sum_(wanted, a, g, None, 0.3)
     yield "clamped, not finite", error(found, wanted)
     yield "squares, not finite", error(rows.outer_squares(a, g)[[0, 2]], reference_layers.outer_squares(a, g)[[0, 2]])
 

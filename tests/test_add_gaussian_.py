@@ -2,7 +2,7 @@ import pytest
 import torch
 
 import dpkernels as dpk
-from dpkernels import reference
+from dpkernels import dense, reference
 from tests import cases
 
 
@@ -64,3 +64,31 @@ def test_a_tensor_given_twice_is_refused():
     with pytest.raises(ValueError, match="the same tensor is there twice"):
         dpk.add_gaussian_([x, x], dpk.Gaussian(1.0))
     assert x.eq(0).all()
+
+
+@pytest.mark.parametrize("secure", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_several_at_once_have_the_noise_that_each_would_have(dtype, secure):
+    """Each from its own Gaussian, entered in its own ledger; a ledger that refuses lets none through."""
+    counts, stds = [5, 0, 700, 1], [1.0, 2.0, 0.5, 3.0]
+    x = torch.randn(sum(counts), dtype=dtype)
+    ledgers = [dpk.accounting.Ledger() for _ in counts]
+    noises = [
+        dpk.Gaussian(s, None if secure else i, secure, own)
+        for i, (s, own) in enumerate(zip(stds, ledgers, strict=True))
+    ]
+    streams, std = torch.stack([n._stream.clone() for n in noises]), torch.tensor(stds, dtype=torch.float64)
+    got = dense.add_gaussian_each_(x.clone(), counts, noises, [1.0, 1.0, 2.0, 1.0])
+    wanted = x.clone()
+    for part, stream, s in zip(wanted.split(counts), streams, std, strict=True):
+        torch.ops.dpkernels.add_gaussian_([part], stream, s)
+    assert torch.equal(got, wanted)
+    assert (got != x).all()
+    again = x.clone()
+    reference.add_gaussian_each_(again, torch.tensor(counts), streams, std)
+    torch.testing.assert_close(again, got, rtol=0, atol=1e-4)
+    assert [len(ledger) for ledger in ledgers] == [n.releases for n in noises] == [1] * 4
+    ledgers[2].record = None  # cannot be entered
+    with pytest.raises(TypeError):
+        dense.add_gaussian_each_(again.copy_(x), counts, noises, [1.0] * 4)
+    assert torch.equal(again, x)

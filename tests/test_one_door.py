@@ -151,6 +151,7 @@ class Watch(TorchDispatchMode):
             given = dict(zip(names, args, strict=False)) | (kwargs or {})
             if given.get("stream") is not None:
                 self.streams.append(tuple(given["stream"].tolist()))
+            self.streams += [tuple(stream.tolist()) for stream in given.get("streams", ())]
         return func(*args, **(kwargs or {}))
 
 

@@ -54,6 +54,13 @@ def kept_by(mask_seed, number, node, width, p):
     return dpk.sparsify(torch.ones(width), p, seed=mask_seed_of(mask_seed, number, node)).indices
 
 
+def batches_of(sizes, rate, seed, number):
+    """The records of each node in a round: one draw over all of them."""
+    (drawn,) = dpk.sampling.poisson(sum(sizes), rate, 1, seed_of(seed, 2), start=number)
+    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+    return [drawn[(drawn >= end - n) & (drawn < end)] - (end - n) for n, end in zip(sizes, ends, strict=True)]
+
+
 def definition(model, loss_fn, nodes, w, rounds, *, lr, mixing, keep_probability, clamp, noise_std, batch_size,
                sampling_rate, order="noise-then-sparsify", seed=3, mask_seed=0):  # fmt: skip
     """The algorithm by its words: all nodes' vectors after so many rounds."""
@@ -62,8 +69,8 @@ def definition(model, loss_fn, nodes, w, rounds, *, lr, mixing, keep_probability
     draws = [noises(seed_of(seed, 1, i)) for i in range(len(nodes))]
     for number in range(rounds):
         sent = torch.zeros_like(x)
-        for i, node in enumerate(nodes):
-            (batch,) = dpk.sampling.poisson(len(node[1]), sampling_rate, 1, seed_of(seed, 2, i), start=number)
+        batches = batches_of([len(node[1]) for node in nodes], sampling_rate, seed, number)
+        for i, (node, batch) in enumerate(zip(nodes, batches, strict=True)):
             put(model, x[i])
             rows = truth.flat(truth.loop(model, loss_fn, node[0][batch], node[1][batch]))
             g = rows.clamp(-clamp, clamp).sum(0) / batch_size
@@ -127,8 +134,7 @@ def test_everything_kept_and_no_mixing_is_dsgd():
     draws = [noises(seed_of(3, 1, i)) for i in range(4)]
     for number in range(20):
         g = []
-        for i, node in enumerate(nodes):
-            (batch,) = dpk.sampling.poisson(len(node[1]), 0.4, 1, seed_of(3, 2, i), start=number)
+        for i, (node, batch) in enumerate(zip(nodes, batches_of(SIZES, 0.4, 3, number), strict=True)):
             put(model, x[i])
             rows = truth.flat(truth.loop(model, loss_fn, node[0][batch], node[1][batch]))
             g.append(rows.clamp(-0.2, 0.2).sum(0) / 3.0 - 0.5 * draws[i](x[i]))  # noise has either sign
@@ -162,17 +168,27 @@ def test_the_mean_moves_by_the_mean_gradient_alone():
 
 
 def test_messages_are_unbiased():
-    """Over masks, a message is the move."""
+    """Over masks, a message is the move: what is sent where everything is kept."""
+    settings, count = SETTINGS | {"noise_std": 0.0}, 3000
     model, loss_fn, nodes = problem()
-    total, count = 0.0, 3000
-    for mask_seed in range(count):
-        algorithm = SDMDSGD(
-            model, loss_fn, nodes, topology=topologies.ring(4), **SETTINGS, seed=3, mask_seed=mask_seed << 40
-        )
-        kept = algorithm._kept(0, torch.ones(21, dtype=torch.float64))
-        total = total + algorithm._noisy(0, kept).to_dense()
+    start = copy.deepcopy(model.state_dict())
+
+    def moved(mask_seed, **options):
+        model.load_state_dict(start)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            algorithm = SDMDSGD(
+                model, loss_fn, nodes, topology=topologies.ring(4), **settings | options, seed=3, mask_seed=mask_seed
+            )
+        before = algorithm.node_vectors.clone()
+        algorithm.step()
+        return algorithm.node_vectors - before
+
+    move = moved(0, keep_probability=1.0)
+    mean = sum(moved(mask_seed << 40) for mask_seed in range(count)) / count
     spread = math.sqrt((1 - 0.4) / 0.4 / count)
-    assert ((total / count - 1).abs() < 4.5 * spread).all()
+    assert (move != 0).sum() > 40
+    assert ((mean - move).abs() <= 4.5 * spread * move.abs()).all()
 
 
 class Listening:

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 import dpkernels as dpk
-from dpkernels import reference
+from dpkernels import dense, reference
 from tests import cases
 
 
@@ -70,3 +70,17 @@ def test_strided_input(isa):
     assert torch.equal(
         dpk.sparsify(vector[::3], 0.4, seed=1).values, dpk.sparsify(vector[::3].clone(), 0.4, seed=1).values
     )
+
+
+@pytest.mark.parametrize("size", [1, 64, 100, 40_000])
+@pytest.mark.parametrize("keep", [1.0, 0.3])
+@pytest.mark.usefixtures("isa")
+def test_masks_are_those_of_each_seed(size, keep):
+    seeds = [3, 0, 2**62, 3]
+    indices, counts = dense.masks(seeds, size, keep)
+    alone = [dpk.sparsify(torch.zeros(size), keep, seed=seed).indices for seed in seeds]
+    assert counts == [len(kept) for kept in alone]
+    assert torch.equal(indices, torch.cat([i * size + kept for i, kept in enumerate(alone)]))
+    true_indices, true_counts = reference.masks(torch.tensor(seeds), size, keep)
+    assert torch.equal(indices, true_indices)
+    assert true_counts.tolist() == counts

@@ -132,12 +132,39 @@ def test_clamped_sums_of_outer_products(sizes, bound):
     a, g = torch.randn(batch, length, width), torch.randn(batch, length, height)
     whole = torch.ones(2, height * width + 3, dtype=torch.float64)
     sums = whole[:, 1:-2].view(2, height, width)
-    OPS.outer_clamp_sum_(sums, a, g, bound)
+    OPS.outer_clamp_sum_(sums, a, g, None, bound)
     check_clamped(sums, g.double().transpose(1, 2) @ a.double(), bound)
     assert (whole[:, [0, -2, -1]] == 1).all()
     again = torch.ones_like(sums)
-    reference_layers.outer_clamp_sum_(again, a.double(), g.double(), bound)
+    reference_layers.outer_clamp_sum_(again, a.double(), g.double(), None, bound)
     check_clamped(again, g.double().transpose(1, 2) @ a.double(), bound)
+
+
+@pytest.mark.parametrize("length", [1, 3])
+@pytest.mark.usefixtures("isa")
+def test_samples_that_are_not_live_are_left_out_of_clamped_sums(length):
+    """Whatever is in them; and none may be."""
+    a, g = torch.randn(12, length, 37), torch.randn(12, length, 11)
+    live = torch.tensor([True, False, True, True] * 2 + [False] * 4)
+    a[1, 0, 0], g[5, 0, 3], a[8:] = float("nan"), float("inf"), float("nan")
+    for source, dtype in ((OPS, torch.float32), (reference_layers, torch.float64)):
+        sums = torch.ones(3, 11, 37, dtype=torch.float64)
+        source.outer_clamp_sum_(sums, a.to(dtype), g.to(dtype), live, 0.4)
+        rows = (g.double().transpose(1, 2) @ a.double())[live].clamp(-0.4, 0.4)
+        torch.testing.assert_close(sums[:2], 1 + rows.view(2, 3, 11, 37).sum(1), rtol=0, atol=1e-5)
+        assert (sums[2] == 1).all()
+
+
+@pytest.mark.parametrize("height", range(1, 13))
+@pytest.mark.parametrize("width", [1, 7, 8, 31, 33, 100])
+@pytest.mark.usefixtures("isa")
+def test_clamped_sums_of_single_products_are_exact(height, width):
+    """A product of two float32 is one float64."""
+    a, g = torch.randn(6, 1, width), torch.randn(6, 1, height)
+    sums = torch.zeros(1, height, width, dtype=torch.float64)
+    OPS.outer_clamp_sum_(sums, a, g, None, 0.3)
+    wanted = (g.double().transpose(1, 2) * a.double()).clamp(-0.3, 0.3).sum(0, keepdim=True)
+    torch.testing.assert_close(sums, wanted, rtol=0, atol=1e-15)
 
 
 @pytest.mark.parametrize("name", CONVOLUTIONS)
@@ -163,7 +190,7 @@ def test_a_clamped_coordinate_is_never_beyond_its_bound(length):
     a[:, :, 3] = 0.1 / length
     g[:, :, 4] = 1.0
     sums = torch.zeros(1, 5, 37, dtype=torch.float64)
-    OPS.outer_clamp_sum_(sums, a, g, bound)
+    OPS.outer_clamp_sum_(sums, a, g, None, bound)
     assert float(sums.abs().max()) <= bound
     assert float(sums.abs().min()) > bound * (1 - 1e-6)
 
@@ -187,7 +214,7 @@ def test_clamped_sums_have_the_same_bits_for_any_number_of_threads():
         torch.set_num_threads(threads)
         sums = [torch.zeros(3, 24, 16, 3, 3).double(), torch.zeros(3, 21, 60).double()]
         OPS.conv_clamp_sum_(sums[0], x, g, 0.5, *steps)
-        OPS.outer_clamp_sum_(sums[1], a, b, 0.5)
+        OPS.outer_clamp_sum_(sums[1], a, b, None, 0.5)
         found.append(sums)
     assert all(torch.equal(p, q) for p, q in zip(*found, strict=True))
 

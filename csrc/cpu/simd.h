@@ -71,6 +71,21 @@ inline Floats clamped(Floats x, Floats limit) {
 #endif
 }
 
+// The same for numbers.
+inline Doubles clamped(Doubles x, Doubles limit) {
+#if DPK_HAVE_X86_VARIANTS && DPK_LANES == 16
+  return (Doubles)_mm512_maskz_range_pd(0xFF, (__m512d)x, (__m512d)limit, 2);  // the smaller one, with the sign of x
+#else
+  x = x < limit ? x : limit;
+  return x > -limit ? x : -limit;
+#endif
+}
+
+inline double clamped(double x, double limit) {
+  x = x < limit ? x : limit;
+  return x > -limit ? x : -limit;
+}
+
 inline float clamped(float x, float limit) {
   x = x < limit ? x : limit;
   return x > -limit ? x : -limit;

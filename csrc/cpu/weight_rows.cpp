@@ -178,25 +178,32 @@ bool are_sums(const Tensor& sums) {
   return sums.scalar_type() == ScalarType::Double;
 }
 
-// sums [N, height, width]: those of N equal runs of samples, one after the other
-void outer_clamp_sum_(Tensor sums, const Tensor& a, const Tensor& g, double bound) {
+// sums [N, height, width]: those of N equal runs of samples, one after the other, of those that are live
+void outer_clamp_sum_(Tensor sums, const Tensor& a, const Tensor& g, const std::optional<Tensor>& live, double bound) {
   const OuterFactors f(a, g);
   const int64_t runs = sums.size(0), each = runs ? f.batch / runs : 0;
   STD_TORCH_CHECK(sums.size(1) == f.height && sums.size(2) == f.width && f.g.size(0) == f.batch &&
-                      f.g.size(1) == f.length && runs * each == f.batch && are_sums(sums),
+                      f.g.size(1) == f.length && runs * each == f.batch && are_sums(sums) &&
+                      (!live || (live->numel() == f.batch && live->is_contiguous())),
                   "outer_clamp_sum_: sizes do not fit together");
+  const bool* counts = live ? live->const_data_ptr<bool>() : nullptr;
   auto* out = sums.mutable_data_ptr<double>();
   const float limit = limit_of(bound);
   if (f.length == 1) {  // sums stay in registers
     const int64_t parts = parts_of(runs, f.blocks);
     parallel_for(0, runs * parts, 1, [&](int64_t begin, int64_t end) {
+      std::vector<int64_t> samples(static_cast<size_t>(each));
       for (int64_t unit = begin; unit < end; ++unit) {
         const int64_t n = unit / parts, part = unit % parts;
         const int64_t first = f.blocks * part / parts * f.k.block,
                       last = std::min(f.blocks * (part + 1) / parts * f.k.block, f.height);
-        f.k.clamp_products(f.a.const_data_ptr<float>() + n * each * f.a.stride(0), f.a.stride(0),
-                           f.g.const_data_ptr<float>() + n * each * f.g.stride(0) + first, f.g.stride(0), each,
-                           last - first, f.width, limit, out + n * sums.stride(0) + first * f.width, f.width);
+        int64_t count = 0;
+        for (int64_t b = n * each; b < (n + 1) * each; ++b) {
+          if (counts == nullptr || counts[b]) samples[static_cast<size_t>(count++)] = b;
+        }
+        f.k.clamp_products(f.a.const_data_ptr<float>(), f.a.stride(0), f.g.const_data_ptr<float>() + first,
+                           f.g.stride(0), samples.data(), count, last - first, f.width, bound,
+                           out + n * sums.stride(0) + first * f.width, f.width);
       }
     });
     return;
@@ -205,6 +212,7 @@ void outer_clamp_sum_(Tensor sums, const Tensor& a, const Tensor& g, double boun
     for (int64_t unit = begin; unit < end; ++unit) {
       const int64_t n = unit / f.panels, p = unit % f.panels;
       for (int64_t b = n * each; b < (n + 1) * each; ++b) {
+        if (counts != nullptr && !counts[b]) continue;
         f.form(f.packed(b), b, p, [&](const float* tile, int64_t line, int lines, int64_t first, int64_t columns) {
           f.k.clamp_add(tile, f.tile, lines, columns, limit, out + n * sums.stride(0) + line * f.width + first,
                         f.width);

@@ -46,9 +46,9 @@ struct WeightRowKernels {
   // out += tile clamped to [-limit, limit], NaN to the limit, over `rows` x `width` elements.
   void (*clamp_add)(const float* tile, int64_t stride, int rows, int64_t width, float limit, double* out,
                     int64_t out_stride);
-  // out[i][j] += sum over samples of g[sample][i] * a[sample][j], clamped in the same way.
-  void (*clamp_products)(const float* a, int64_t a_stride, const float* g, int64_t g_stride, int64_t samples,
-                         int64_t height, int64_t width, float limit, double* out, int64_t out_stride);
+  // out[i][j] += sum over these samples, which are finite, of g[sample][i] * a[sample][j], clamped, all in float64.
+  void (*clamp_products)(const float* a, int64_t a_stride, const float* g, int64_t g_stride, const int64_t* samples,
+                         int64_t count, int64_t height, int64_t width, double limit, double* out, int64_t out_stride);
   // out[place][m] = in[m][place] for m < rows, zeros up to `width`.
   void (*interleave)(const float* in, int64_t in_stride, int rows, int64_t places, float* out, int64_t width);
 };

@@ -138,66 +138,84 @@ void clamp_add(const float* tile, int64_t stride, int rows, int64_t width, float
   }
 }
 
-constexpr int clamp_rows = 4, clamp_vectors = DPK_LANES == 16 ? 2 : 1;  // their sums are in registers
+constexpr int clamp_rows = 5, clamp_vectors = DPK_LANES == 16 ? 4 : 2;  // of doubles: their sums are in registers
 
+// sum + x, by the units that multiply: those that add have the clamping to do (a sixth less time on a Zen 5).
+inline Doubles sum_by_multiplying(Doubles sum, Doubles x) {
+#if DPK_HAVE_X86_VARIANTS && DPK_LANES == 16
+  Doubles one = Doubles{} + 1.0;
+  asm("" : "+v"(one));
+  return x * one + sum;
+#else
+  return sum + x;
+#endif
+}
+
+// Samples are far apart, so the columns of the next call are fetched meanwhile.
 template <int rows, int vectors>
-void clamp_products_of(const float* a, int64_t a_stride, const float* g, int64_t g_stride, int64_t samples, float limit,
-                       double* out, int64_t out_stride) {
-  Doubles sum[rows][vectors][2] = {};
-  const Floats limits = Floats{} + limit;
-  for (int64_t b = 0; b < samples; ++b) {
-#pragma GCC unroll 2
-    for (int v = 0; v < vectors; ++v) {
-      const Floats input = load<Floats>(a + b * a_stride + v * lanes);
+void clamp_products_of(const float* a, int64_t a_stride, const float* g, int64_t g_stride, const int64_t* samples,
+                       int64_t count, double limit, double* out, int64_t out_stride) {
+  Doubles sum[rows][vectors] = {};
+  const Doubles limits = Doubles{} + limit;
+  for (int64_t b = 0; b < count; ++b) {
+    const float *inputs = a + samples[b] * a_stride, *outputs = g + samples[b] * g_stride;
+    Doubles input[vectors];
 #pragma GCC unroll 4
-      for (int m = 0; m < rows; ++m) {
-        const Floats x = clamped(g[b * g_stride + m] * input, limits);
-        sum[m][v][0] += widen_floats(low_half(x));
-        sum[m][v][1] += widen_floats(high_half(x));
+    for (int v = 0; v < vectors; ++v) {
+      input[v] = widen(inputs + v * double_lanes);
+      __builtin_prefetch(inputs + (vectors + v) * double_lanes);
+    }
+#pragma GCC unroll 5
+    for (int m = 0; m < rows; ++m) {
+      const double output = static_cast<double>(outputs[m]);
+#pragma GCC unroll 4
+      for (int v = 0; v < vectors; ++v) {
+        sum[m][v] = sum_by_multiplying(sum[m][v], clamped(input[v] * output, limits));
       }
     }
   }
-#pragma GCC unroll 4
+#pragma GCC unroll 5
   for (int m = 0; m < rows; ++m) {
-#pragma GCC unroll 2
+#pragma GCC unroll 4
     for (int v = 0; v < vectors; ++v) {
-      double* to = out + m * out_stride + v * lanes;
-      store(to, load<Doubles>(to) + sum[m][v][0]);
-      store(to + double_lanes, load<Doubles>(to + double_lanes) + sum[m][v][1]);
+      double* to = out + m * out_stride + v * double_lanes;
+      store(to, load<Doubles>(to) + sum[m][v]);
     }
   }
 }
 
 template <int rows>
-void clamp_rows_of(const float* a, int64_t a_stride, const float* g, int64_t g_stride, int64_t samples, int64_t width,
-                   float limit, double* out, int64_t out_stride) {
-  constexpr int step = clamp_vectors * lanes;
+void clamp_rows_of(const float* a, int64_t a_stride, const float* g, int64_t g_stride, const int64_t* samples,
+                   int64_t count, int64_t width, double limit, double* out, int64_t out_stride) {
+  constexpr int step = clamp_vectors * double_lanes;
   int64_t j = 0;
   for (; j + step <= width; j += step) {
-    clamp_products_of<rows, clamp_vectors>(a + j, a_stride, g, g_stride, samples, limit, out + j, out_stride);
+    clamp_products_of<rows, clamp_vectors>(a + j, a_stride, g, g_stride, samples, count, limit, out + j, out_stride);
   }
-  for (; j + lanes <= width; j += lanes) {
-    clamp_products_of<rows, 1>(a + j, a_stride, g, g_stride, samples, limit, out + j, out_stride);
+  for (; j + double_lanes <= width; j += double_lanes) {
+    clamp_products_of<rows, 1>(a + j, a_stride, g, g_stride, samples, count, limit, out + j, out_stride);
   }
   for (; j < width; ++j) {
     for (int m = 0; m < rows; ++m) {
       double sum = 0.0;
-      for (int64_t b = 0; b < samples; ++b) {
-        sum += static_cast<double>(clamped(g[b * g_stride + m] * a[b * a_stride + j], limit));
+      for (int64_t b = 0; b < count; ++b) {
+        const double input = a[samples[b] * a_stride + j], output = g[samples[b] * g_stride + m];
+        sum += clamped(output * input, limit);
       }
       out[m * out_stride + j] += sum;
     }
   }
 }
 
-void clamp_products(const float* a, int64_t a_stride, const float* g, int64_t g_stride, int64_t samples, int64_t height,
-                    int64_t width, float limit, double* out, int64_t out_stride) {
-  int64_t m = 0;
-  for (; m + clamp_rows <= height; m += clamp_rows) {
-    clamp_rows_of<clamp_rows>(a, a_stride, g + m, g_stride, samples, width, limit, out + m * out_stride, out_stride);
-  }
-  for (; m < height; ++m) {
-    clamp_rows_of<1>(a, a_stride, g + m, g_stride, samples, width, limit, out + m * out_stride, out_stride);
+void clamp_products(const float* a, int64_t a_stride, const float* g, int64_t g_stride, const int64_t* samples,
+                    int64_t count, int64_t height, int64_t width, double limit, double* out, int64_t out_stride) {
+  constexpr decltype(&clamp_rows_of<1>) of_rows[clamp_rows] = {clamp_rows_of<1>, clamp_rows_of<2>, clamp_rows_of<3>,
+                                                               clamp_rows_of<4>, clamp_rows_of<5>};
+  const int64_t blocks = (height + clamp_rows - 1) / clamp_rows;  // about as high as one another
+  for (int64_t i = 0; i < blocks; ++i) {
+    const int64_t first = height * i / blocks, rows = height * (i + 1) / blocks - first;
+    of_rows[rows - 1](a, a_stride, g + first, g_stride, samples, count, width, limit, out + first * out_stride,
+                      out_stride);
   }
 }
 

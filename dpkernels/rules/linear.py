@@ -66,14 +66,14 @@ def _linear_apart(tape: Tape, input: Tensor, weight: Any, bias: Any, layout: Lay
     shape = (*input.shape[:-1], each.shared.shape[0])
     fixed = not input.requires_grad
     with torch.no_grad():
-        y = each.linear(tape.by_sample(input, layout, 1))
+        y, faults = each.linear(tape.by_sample(input, layout, 1))
         if bias is not None:
             y += values_of(tape, bias).unsqueeze(1)
 
     def backward(x: Tensor, g: Tensor, write: bool, needed: bool) -> Tensor | None:
         lines = tape.by_sample(g, layout, 1)
         if write:
-            tape.add_outer(weight, tape.by_sample(x.to(g.dtype), layout, 1), lines, fixed)
+            tape.add_outer(weight, tape.by_sample(x.to(g.dtype), layout, 1), lines, fixed, faults)
         if write and isinstance(bias, Tracked):
             tape.add_dense(bias, reduced(tape, g, layout, 1))
         return layout.in_place(each.linear_input(lines), x.shape).to(x.dtype) if needed else None

@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dpkernels.reference_layers import selected
 from dpkernels.triton import configurations
 from dpkernels.triton.configurations import Tile
 
@@ -245,9 +246,9 @@ def conv_rows_(rows: Tensor, x: Tensor, g: Tensor, scale: float, *geometry: Any)
         rows.copy_(own)
 
 
-def outer_clamp_sum_(sums: Tensor, a: Tensor, g: Tensor, bound: float) -> None:
+def outer_clamp_sum_(sums: Tensor, a: Tensor, g: Tensor, live: Tensor | None, bound: float) -> None:
     """As `reference_layers.outer_clamp_sum_`."""
-    _clamp_into(sums, Problem.of_outer(a, g), bound)
+    _clamp_into(sums, Problem.of_outer(selected(a, live), selected(g, live)), bound)
 
 
 def conv_clamp_sum_(sums: Tensor, x: Tensor, g: Tensor, bound: float, *geometry: Any) -> None:
