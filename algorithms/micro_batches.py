@@ -55,38 +55,46 @@ def micro_batches(
         yield map_tensors(part, inputs), map_tensors(part, targets), where
 
 
-def stacked_batches(
-    parties: Sequence[tuple[Any, Any]], batches: Sequence[Tensor], size: int | None, memory: dict[int, Tensor]
-) -> Iterator[tuple[Any, Any, Tensor]]:
-    """The records that `batches` have of each party, in equally long runs behind one another, and which of them count.
+class Stacks:
+    """Batches of several parties stacked, in equally long runs behind one another.
 
-    Parties have tensors of one form (`federation.check_clients`). Runs of `size`, as often as the largest batch needs,
-    or of that batch's size. What does not count is zeros. Tensors lie in `memory`, by their number, which is for the
-    next call too.
+    Parties have tensors of one form (`federation.check_clients`). Runs are of `size`, as many as the largest batch
+    needs, or of that batch's size. Memory is kept from batch to batch.
     """
-    most = max(len(batch) for batch in batches)
-    length = size or max(most, 1)
-    for first in range(0, max(most, 1), length):
-        here = [batch[first : first + length] for batch in batches]
-        indices, counts = torch.cat(here), torch.tensor([len(own) for own in here])
-        columns = zip(*(flat_tensors(party) for party in parties), strict=True)
-        stacked = [_stacked(column, indices, counts, length, memory, i) for i, column in enumerate(columns)]
-        inputs, targets = nested_like(tuple(parties[0]), stacked)
-        yield inputs, targets, (torch.arange(length) < counts[:, None]).flatten()
 
+    def __init__(self, parties: Sequence[tuple[Any, Any]], size: int | None) -> None:
+        self._form, self._size = tuple(parties[0]), size
+        tensors = [[t.detach() for t in flat_tensors(party)] for party in parties]
+        self._columns = list(zip(*tensors, strict=True))
+        self._memory: dict[int, Tensor] = {}
 
-def _stacked(
-    column: Sequence[Tensor], indices: Tensor, counts: Tensor, length: int, memory: dict[int, Tensor], number: int
-) -> Tensor:
-    form = column[0]
-    if not form.dim():
-        return form
-    shape = (len(column), length, *form.shape[1:])
-    kept = memory.get(number)
-    if kept is None or kept.numel() < math.prod(shape) or kept.dtype != form.dtype:
-        memory[number] = kept = torch.empty(math.prod(shape), dtype=form.dtype, device=form.device)
-    whole = kept[: math.prod(shape)].view(shape)
-    sources = [t.detach() for t in column]
-    gather = torch.ops.dpkernels if all(t.is_contiguous() for t in sources) else reference  # without a copy of all
-    gather.gather_runs_(whole, sources, indices.to(form.device), counts)
-    return whole.flatten(0, 1)
+    def __call__(self, indices: Tensor, counts: Sequence[int]) -> Iterator[tuple[Any, Any, Tensor]]:
+        """Inputs, targets, and which of them count: the records `indices`, so many of each party, one after the other.
+
+        What does not count is zeros. There is always one such part.
+        """
+        most = max(*counts, 1)
+        length = self._size or most
+        for first in range(0, most, length):
+            here, numbers = indices, torch.tensor(counts)
+            if most > length:
+                here = torch.cat([own[first : first + length] for own in indices.split(list(counts))])
+                numbers = (numbers - first).clamp(0, length)
+            stacked = [self._stacked(i, here, numbers, length) for i in range(len(self._columns))]
+            inputs, targets = nested_like(self._form, stacked)
+            yield inputs, targets, (torch.arange(length) < numbers[:, None]).flatten()
+
+    def _stacked(self, number: int, indices: Tensor, counts: Tensor, length: int) -> Tensor:
+        column = self._columns[number]
+        form: Tensor = column[0]
+        if not form.dim():
+            return form
+        shape = (len(column), length, *form.shape[1:])
+        kept = self._memory.get(number)
+        if kept is None or kept.numel() < math.prod(shape):
+            self._memory[number] = kept = torch.empty(math.prod(shape), dtype=form.dtype, device=form.device)
+        whole = kept[: math.prod(shape)].view(shape)
+        contiguous = all([t.is_contiguous() for t in column])  # others would be copied whole
+        gather = torch.ops.dpkernels if contiguous else reference
+        gather.gather_runs_(whole, column, indices.to(form.device), counts)
+        return whole.flatten(0, 1)

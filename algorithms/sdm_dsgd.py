@@ -23,7 +23,7 @@ from dpkernels.sampling import poisson_of_each
 
 from .federation import Client, InProcess, largest_epsilon, secured, seed_of, shared_out
 from .masks import kept_by, most_kept
-from .micro_batches import check_size, stacked_batches
+from .micro_batches import Stacks, check_size
 from .together import meet
 from .topologies import check_topology
 
@@ -114,7 +114,8 @@ class SDMDSGD:
         self._rate = checks.number("sampling_rate", sampling_rate, low=0, high=1)
         self._noise_scale = _noise_scale(order, self._keep)
         self._mask_seed = checks.whole("mask_seed", mask_seed, low=0)
-        self._micro_batch_size, self._places = micro_batch_size, Places(secure=secure)
+        self._places = Places(secure=secure)
+        self._stacks = Stacks([self.nodes[i] for i in self._own], micro_batch_size)
         self._warn_of_divergence(checks.number("smoothness", smoothness, low=0))
         linked = self._topology.clone().fill_diagonal_(0) != 0
         self._neighbours = [row.nonzero().squeeze(1).tolist() for row in linked]
@@ -128,7 +129,6 @@ class SDMDSGD:
         self._noises = [dpk.Gaussian(std, seed_of(seed, 1, i), secure, own) for i, own in enumerate(self.ledgers)]
         self._seed, self._counted = seed, 0
         self._shapes = {name: p.shape for name, p in members.trainable.items()}
-        self._memory: dict[int, Tensor] = {}
         meet(
             self.ranks,
             self,
@@ -173,8 +173,8 @@ class SDMDSGD:
         vectors, own = self.node_vectors, len(self._own)
         indices, counts = self._masks(self.followed, self.round)
         kept = indices[: sum(counts[:own])]
-        gradients = self._gradients().view(-1)[kept]
-        towards = products.linear(self._pulls.to(vectors.dtype), vectors.t()).view(-1)[kept]
+        gradients = self._gradients().view(-1).index_select(0, kept)
+        towards = products.linear(self._pulls.to(vectors.dtype), vectors.t()).view(-1).index_select(0, kept)
         self._refuse_beyond()
         values = towards.double().sub_(gradients, alpha=self._lr).mul_(self._mixing / self._keep)
         messages = self._exchange(self._noisy(values, counts[:own]), counts[own:])
@@ -244,14 +244,13 @@ class SDMDSGD:
 
     def _gradients(self) -> Tensor:
         """Each node's clamped gradients at its own weights on a batch, summed and divided by b: [N, d] in float64."""
-        batches = next(self._draws)
         total = self._sums.zero_()
         weights, sums = (self._by_parameter(t) for t in (self.node_vectors[: len(self._own)], total))
         rows_of = partial(dpk.per_sample_gradients, self.model, self.loss_fn, weights=weights)
-        nodes = [self.nodes[i] for i in self._own]
-        for inputs, targets, where in stacked_batches(nodes, batches, self._micro_batch_size, self._memory):
-            self._places.check(self.model, rows_of, inputs, targets, runs=len(nodes))
-            rows_of(inputs, targets, where=where).clamped_sums(self._clamp, len(nodes), onto=sums, where=where)
+        for inputs, targets, where in self._stacks(*next(self._draws)):
+            self._places.check(self.model, rows_of, inputs, targets, runs=len(self._own))
+            rows = rows_of(inputs, targets, where=where)
+            rows.clamped_sums(self._clamp, len(self._own), onto=sums, where=where)
         return total.div_(self._batch_size)
 
     def _by_parameter(self, vectors: Tensor) -> dict[str, Tensor]:

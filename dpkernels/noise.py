@@ -162,7 +162,7 @@ class Gaussian:
 
     def _take(self) -> Tensor:
         stream = self._stream.clone()
-        self._stream[-1] += 1
+        self._stream[-1].add_(1)
         return stream
 
     def _after_fork(self) -> None:

@@ -73,8 +73,10 @@ def poisson_of_each(
     start: int = 0,
     ledgers: Sequence[Ledger],
     own: range | None = None,
-) -> Iterator[list[Tensor]]:
-    """`poisson` over several parties at once, with so many records and a ledger each: a list of their batches a step.
+) -> Iterator[tuple[Tensor, list[int]]]:
+    """`poisson` over several parties at once, with so many records and a ledger each: their batches behind one another.
+
+    In each step the indices of the records, counted within each party, and how many of each there are.
 
     One draw over all their records, which are in a batch independently, is cheaper than one for each party. `own`:
     the parties whose batches are wanted, all unless given. With a seed these do not depend on which.
@@ -83,9 +85,9 @@ def poisson_of_each(
     ends = torch.tensor([0, *sizes]).cumsum(0)[own.start : own.stop + 1]
     share = range(int(ends[0]), int(ends[-1]))
 
-    def of_each(indices: Tensor) -> list[Tensor]:
+    def of_each(indices: Tensor) -> tuple[Tensor, list[int]]:
         counts = torch.searchsorted(indices, ends).diff()
-        return list((indices - ends[:-1].repeat_interleave(counts)).split(counts.tolist()))
+        return indices - ends[:-1].repeat_interleave(counts), counts.tolist()
 
     return map(of_each, Poisson(sum(sizes), rate, steps, seed, start, ledgers, lambda _: share))
 

@@ -4,14 +4,6 @@ namespace linear_runs {
 
 #include "simd.h"
 
-inline float sum_of_lanes(Floats x) {
-  for (int half = lanes / 2; half > 0; half /= 2) {
-#pragma GCC unroll 8
-    for (int l = 0; l < half; ++l) x[l] += x[l + half];
-  }
-  return x[0];
-}
-
 template <int lines, int outputs>
 void product_of(const float* x, int64_t x_stride, const float* w, int64_t w_stride, int64_t width, float* y,
                 int64_t y_stride) {

@@ -81,14 +81,6 @@ inline void add_value(V& total, V a, V b, const double* c) {
   }
 }
 
-inline double sum_of_lanes(Doubles x) {
-  for (int half = double_lanes / 2; half > 0; half /= 2) {
-#pragma GCC unroll 4
-    for (int l = 0; l < half; ++l) x[l] += x[l + half];
-  }
-  return x[0];
-}
-
 // locality 0: for the last time, so that it need not stay in any cache.
 template <class E, int64_t ahead, int locality>
 inline void fetch_ahead(const char* row, int64_t i, int64_t elements) {

@@ -178,3 +178,48 @@ inline Doubles widen(const float* p) { return widen_floats(load<HalfFloats>(p));
 inline Doubles widen(const double* p) { return load<Doubles>(p); }
 inline void narrow(float* p, Doubles x) { store(p, narrow_doubles(x)); }
 inline void narrow(double* p, Doubles x) { store(p, x); }
+
+// The sum of all lanes, as a tree: the upper half goes to the lower one, until one is left.
+inline float sum_of_lanes(Floats x) {
+#if !DPK_HAVE_X86_VARIANTS
+  for (int half = lanes / 2; half > 0; half /= 2) {
+    for (int l = 0; l < half; ++l) x[l] += x[l + half];
+  }
+  return x[0];
+#else
+#if DPK_LANES == 16
+  const __m256 eight = (__m256)(low_half(x) + high_half(x));
+#elif DPK_LANES == 8
+  const __m256 eight = (__m256)x;
+#endif
+#if DPK_LANES == 4
+  const __m128 four = (__m128)x;
+#else
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+#endif
+  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
+#endif
+}
+
+inline double sum_of_lanes(Doubles x) {
+#if !DPK_HAVE_X86_VARIANTS
+  for (int half = double_lanes / 2; half > 0; half /= 2) {
+    for (int l = 0; l < half; ++l) x[l] += x[l + half];
+  }
+  return x[0];
+#else
+#if DPK_LANES == 16
+  const __m256d four = _mm256_add_pd((__m256d)_mm512_maskz_extractf64x4_pd(0xF, (__m512d)x, 0),
+                                     (__m256d)_mm512_maskz_extractf64x4_pd(0xF, (__m512d)x, 1));
+#elif DPK_LANES == 8
+  const __m256d four = (__m256d)x;
+#endif
+#if DPK_LANES == 4
+  const __m128d two = (__m128d)x;
+#else
+  const __m128d two = _mm_add_pd(_mm256_castpd256_pd128(four), _mm256_extractf128_pd(four, 1));
+#endif
+  return _mm_cvtsd_f64(_mm_add_sd(two, _mm_unpackhi_pd(two, two)));
+#endif
+}
