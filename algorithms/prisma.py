@@ -202,7 +202,7 @@ class PriSMA(TwoPoints):
         if g == 1:
             return self._first_rows(x, y)
         now, before = self._rows_now(x, y), self._rows_before(x, y)
-        change = now.clipped(bound) - before.clipped(bound)
+        change = now.clipped_difference(before, bound)
         return [(now, bound, g), (change, self._difference_norm if self._clips_differences else math.inf, 1 - g)]
 
     def epsilon(self, delta: float, accounting: Accounting = "exact") -> float:

@@ -14,10 +14,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
 
+from dpkernels import ops
 from dpkernels.reference_layers import selected
 
 PIECE = 1 << 21  # float64 elements that a piece of work may hold
@@ -195,15 +197,25 @@ def _scaled_dense(dense: Dense, times: Callable[..., Tensor], elements: int) -> 
     return Later(again, count, torch.cat(squares))
 
 
-def difference(x: Matrix, y: Matrix) -> Matrix:
-    """x - y, subtracted in the factors, where nothing cancels:
+def weighted(m: Matrix, weights: Tensor | None) -> Matrix:
+    """weights_i m_i in float64 weights [B], 1 unless given; rows of weight zero are zero by selection."""
+    return m if weights is None else scaled(zero_samples(m, weights != 0), weights)
+
+
+def difference(x: Matrix, y: Matrix, x_weights: Tensor | None = None, y_weights: Tensor | None = None) -> Matrix:
+    """w x - v y with weights of each sample, 1 unless given; subtracted in the factors, where nothing cancels:
 
         g a^T - g' a'^T = g (a - a')^T + (g - g') a'^T
 
     Terms that do not correspond are put side by side, one negated; the margins of `squared_norms` cover that.
     """
+    dense: Term | None = None
+    if _is_for_kernel(x.dense) and _is_for_kernel(y.dense):
+        dense = Dense(*torch.ops.dpkernels.dense_difference(x.dense.values, y.dense.values, x_weights, y_weights))
+        x, y = replace(x, dense=None), replace(y, dense=None)
+    x, y = weighted(x, x_weights), weighted(y, y_weights)
     negative = functools.cache(lambda: scaled(y, -1))
-    terms: list[Term | None] = []
+    terms: list[Term | None] = [dense]
     if x.outer is not None and y.outer is not None and x.outer.a.shape == y.outer.a.shape:
         terms.append(_outer_difference(x.outer, y.outer))
     else:
@@ -217,6 +229,12 @@ def difference(x: Matrix, y: Matrix) -> Matrix:
     else:
         terms += [x.dense, None if y.dense is None else negative().dense]
     return merge(x.batch, x.height, x.width, [t for t in terms if t is not None])
+
+
+def _is_for_kernel(dense: Dense | None) -> TypeGuard[Dense]:
+    if dense is None or isinstance(dense, Later) or ops.native is None:
+        return False
+    return dense.values.is_cpu and dense.values.dtype == torch.float32
 
 
 def _outer_difference(x: Outer, y: Outer) -> Outer:

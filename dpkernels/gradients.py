@@ -146,5 +146,5 @@ def room_for(members: Members, max_bytes: int | None) -> Callable[[], int] | int
     """Bytes that rows may take: as given, or a quarter of what is free when it is asked for."""
     if max_bytes is None:
         device = next((p.device for p in members.parameters.values()), torch.device("cpu"))
-        return lambda: planner.free_bytes(device) // 4
+        return lambda: planner.free_bytes_lately(device) // 4
     return checks.whole("max_bytes", max_bytes, low=0, cure=" or None")

@@ -53,6 +53,7 @@ SCHEMAS = {
     "max_pool_input": "(Tensor g, Tensor where, int[] kernel, int[] stride, int[] padding, int[] size) -> Tensor",
     "row_squares": "(Tensor[] tensors) -> Tensor",
     "lookup_squares": "(Tensor ids, Tensor g) -> Tensor",
+    "dense_difference": "(Tensor x, Tensor y, Tensor? x_weights, Tensor? y_weights) -> (Tensor, Tensor)",
     "weighted_sum_": "(Tensor(a!)[] sums, bool[] filled, Tensor[] rows, int[] owner, Tensor weights, Tensor? stream,"
     " Tensor? std, float scale) -> ()",
     "add_gaussian_": "(Tensor(a!)[] tensors, Tensor stream, Tensor std) -> ()",

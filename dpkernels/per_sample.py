@@ -159,19 +159,33 @@ class PerSample:
         For what is made of clipped rows. Scaling rounds, so a row may end up longer by a few parts in 2^23 (2^52 in
         float64); clip what is made of them to have a bound.
         """
-        bound = checks.number("max_norm", max_norm, low=0, finite=False)
-        uppers = self._squares(rounded=True)[1].sum(1)
-        keep = uppers.isfinite()
-        norm = uppers.sqrt() * (1 + (len(self._shapes) + 8) * factors.UNIT)
-        weights = torch.where(norm > bound, bound / norm, 1.0)
-        kept = None if bool(keep.all()) else keep
-        if kept is None and bool((weights == 1).all()):
+        weights = self._clipping(max_norm)
+        if weights is None:
             return self
         parts = {
-            name: [Part(p.place, factors.scaled(factors.zero_samples(p.matrix, kept), weights)) for p in parts]
+            name: [Part(p.place, factors.weighted(p.matrix, weights)) for p in parts]
             for name, parts in self._parts.items()
         }
         return PerSample(self.batch_size, self._shapes, parts)
+
+    def clipped_difference(self, other: PerSample, max_norm: float) -> PerSample:
+        """`self.clipped(max_norm) - other.clipped(max_norm)` in fewer passes over memory; NOT private."""
+        self._check_other(other)
+        weights = self._clipping(max_norm), other._clipping(max_norm)
+        parts = {
+            name: placing.difference(shape, self._parts[name], other._parts[name], self.batch_size, weights)
+            for name, shape in self._shapes.items()
+        }
+        return PerSample(self.batch_size, self._shapes, parts)
+
+    def _clipping(self, max_norm: float) -> Tensor | None:
+        """What scales rows down to `max_norm`, [B] in float64; zero where they are not finite; None if nothing changes."""
+        bound = checks.number("max_norm", max_norm, low=0, finite=False)
+        uppers = self._squares(rounded=True)[1].sum(1)
+        norm = uppers.sqrt() * (1 + (len(self._shapes) + 8) * factors.UNIT)
+        weights = torch.where(norm > bound, bound / norm, 1.0)
+        weights = torch.where(uppers.isfinite(), weights, 0.0)
+        return None if bool((weights == 1).all()) else weights
 
     def clamp_sum(self, bound: float, noise: Gaussian | None = None) -> ClippedSum:
         """Clamp each coordinate of each row to [-bound, bound], sum over samples, add noise.

@@ -116,11 +116,22 @@ def _same_places(mine: list[Part], theirs: list[Part]) -> bool:
     ]
 
 
-def difference(shape: Shape, mine: list[Part], theirs: list[Part], batch: int) -> list[Part]:
-    """Mine minus theirs, subtracted in the factors where places agree."""
+def difference(
+    shape: Shape,
+    mine: list[Part],
+    theirs: list[Part],
+    batch: int,
+    weights: tuple[Tensor | None, Tensor | None] = (None, None),
+) -> list[Part]:
+    """Mine minus theirs, each with weights of samples, 1 unless given; subtracted in the factors where places agree."""
     if not mine and not theirs:
         return []
     if _same_places(mine, theirs):
-        return [Part(a.place, factors.difference(a.matrix, b.matrix)) for a, b in zip(mine, theirs, strict=True)]
+        pairs = zip(mine, theirs, strict=True)
+        return [Part(a.place, factors.difference(a.matrix, b.matrix, *weights)) for a, b in pairs]
+    mine, theirs = (
+        [Part(p.place, factors.weighted(p.matrix, w)) for p in parts]
+        for parts, w in zip((mine, theirs), weights, strict=True)
+    )
     both = [*mine, *(Part(p.place, factors.scaled(p.matrix, -1.0)) for p in theirs)]
     return [_dense_part(shape, both, batch)] if len(both) > 1 else both

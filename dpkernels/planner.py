@@ -13,8 +13,10 @@ T x T products in float64, and `tile` another 2 T p d. A T of 1 costs `gram` not
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sys
+import time
 from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
@@ -172,6 +174,22 @@ def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + cached
+    return _free_bytes_of_host()
+
+
+def free_bytes_lately(device: torch.device) -> int:
+    """The same, at most a tenth of a second ago: asking the system takes as long as several small layers."""
+    now = time.monotonic()
+    asked, free = _lately.get(device, (-math.inf, 0))
+    if now - asked > 0.1:
+        asked, free = _lately[device] = now, free_bytes(device)
+    return free
+
+
+_lately: dict[torch.device, tuple[float, int]] = {}
+
+
+def _free_bytes_of_host() -> int:
     known = [n for n in (_meminfo(), _control_group()) if n is not None]
     kept = min(ops.native.pool_bytes(), _resident()) if ops.native else 0  # a block may never have been touched
     return (min(known) if known else 1 << 30) + kept

@@ -80,6 +80,22 @@ def lookup_squares(ids: Tensor, g: Tensor) -> Tensor:
     return torch.stack(squares) if squares else g.new_zeros(0, dtype=torch.float64)
 
 
+def dense_difference(x: Tensor, y: Tensor, x_weights: Tensor | None, y_weights: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Rows w_i x_i - v_i y_i of samples [B, ...] as rounded to their type, and their norm^2; weights are 1 unless given.
+
+    A sample's term of weight zero is left out by selection.
+    """
+
+    def weighted(t: Tensor, weights: Tensor | None) -> Tensor:
+        if weights is None:
+            return t.double()
+        w = weights.view(-1, *[1] * (t.dim() - 1))
+        return torch.where(w != 0, t.double(), 0.0) * w
+
+    rows = (weighted(x, x_weights) - weighted(y, y_weights)).to(torch.promote_types(x.dtype, y.dtype))
+    return rows, rows.double().square().flatten(1).sum(1)
+
+
 def weighted_sum_(
     sums: Sequence[Tensor],
     filled: Sequence[bool],

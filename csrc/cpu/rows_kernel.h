@@ -182,11 +182,34 @@ void accumulate(double* sum, int64_t n, const Row* rows, int row_count, Fetch fe
   accumulate_all<form, E, Fetch::nothing>(sum, n, rows, row_count);
 }
 
+inline double difference(float* out, const float* a, const float* b, int64_t n, double scale, double other_scale) {
+  constexpr int unroll = 4;
+  Doubles sum[unroll] = {};
+  const auto take = [&](int64_t i, Doubles& to) {
+    const HalfFloats row = narrow_doubles(widen(a + i) * scale - widen(b + i) * other_scale);
+    store(out + i, row);
+    const Doubles wide = widen_floats(row);
+    to += wide * wide;
+  };
+  int64_t i = 0;
+  for (; i + unroll * double_lanes <= n; i += unroll * double_lanes) {
+#pragma GCC unroll 4
+    for (int u = 0; u < unroll; ++u) take(i + u * double_lanes, sum[u]);
+  }
+  for (; i + double_lanes <= n; i += double_lanes) take(i, sum[0]);
+  double rest = 0.0;
+  for (; i < n; ++i) {
+    out[i] = static_cast<float>(static_cast<double>(a[i]) * scale - static_cast<double>(b[i]) * other_scale);
+    rest += static_cast<double>(out[i]) * static_cast<double>(out[i]);
+  }
+  return rest + sum_of_lanes((sum[0] + sum[1]) + (sum[2] + sum[3]));
+}
+
 #define DPK_FORM(kernel, form) {kernel<form, F32>, kernel<form, F64>, kernel<form, BF16>, kernel<form, F16>}
 #define DPK_FORMS(kernel)                                                                                \
   {DPK_FORM(kernel, Form::single), DPK_FORM(kernel, Form::difference), DPK_FORM(kernel, Form::momentum), \
    DPK_FORM(kernel, Form::clamp)}
-constexpr RowKernels table = {DPK_FORMS(gram), DPK_FORMS(accumulate)};
+constexpr RowKernels table = {DPK_FORMS(gram), DPK_FORMS(accumulate), difference};
 #undef DPK_FORM
 #undef DPK_FORMS
 
