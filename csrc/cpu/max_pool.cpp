@@ -32,11 +32,15 @@ std::tuple<Tensor, Tensor> max_pool(const Tensor& x_given, Sizes kernel, Sizes s
   Tensor y = empty(shape, 4, ScalarType::Float);
   Tensor where = torch::stable::new_empty(x, {shape[0], shape[1], shape[2], shape[3]}, ScalarType::Byte);
   const int64_t pitch = size[1] + (kernel[1] - 1) / stride[1] + most_lanes;
-  Sizes offset;
-  for (int64_t k = 0; k < kernel[0] * kernel[1]; ++k) {
-    const int64_t row = k / kernel[1], column = k % kernel[1];
-    offset.push_back((row * stride[1] + column % stride[1]) * pitch + column / stride[1]);
-  }
+  const auto offsets = [&](int64_t line) {
+    Sizes found;
+    for (int64_t k = 0; k < kernel[0] * kernel[1]; ++k) {
+      const int64_t row = k / kernel[1], column = k % kernel[1];
+      found.push_back((row * stride[1] + column % stride[1]) * line + column / stride[1]);
+    }
+    return found;
+  };
+  const Sizes offset = offsets(pitch), offset_in_place = offsets(x.size(3));
   std::vector<int32_t> first(static_cast<size_t>(size[1] + most_lanes), 0);
   for (int64_t j = 0; j < size[1]; ++j) {
     first[static_cast<size_t>(j)] = static_cast<int32_t>(std::max<int64_t>(padding[1] - j * stride[1], 0));
@@ -56,11 +60,22 @@ std::tuple<Tensor, Tensor> max_pool(const Tensor& x_given, Sizes kernel, Sizes s
   const auto* from = x.const_data_ptr<float>();
   auto* to = y.mutable_data_ptr<float>();
   auto* codes = where.mutable_data_ptr<uint8_t>();
-  const int64_t in = x.size(2) * x.size(3), out = size[0] * size[1];
+  const int64_t planes = x.size(0) * x.size(1), in = x.size(2) * x.size(3), out = size[0] * size[1];
   const auto run = max_pool_kernels().plane;
-  parallel_for(0, x.size(0) * x.size(1), grain(in), [&](int64_t begin, int64_t end) {
+  // Windows within the image, next to one another, are read in place, but for where whole vectors reach beyond the end.
+  const bool within =
+      stride[1] == 1 && padding[0] == 0 && padding[1] == 0 && rows <= x.size(2) && size[1] + kernel[1] - 1 <= x.size(3);
+  const int64_t in_place = within ? planes - divide_up(most_lanes + kernel[1], in) : 0;
+  Pooling pooling_in_place = pooling;
+  pooling_in_place.pitch = x.size(3);
+  pooling_in_place.offset = offset_in_place.data();
+  parallel_for(0, planes, grain(in), [&](int64_t begin, int64_t end) {
     float* bordered = scratch(0, rows * stride[1] * pitch);
-    for (int64_t i = begin; i < end; ++i) run(pooling, from + i * in, bordered, to + i * out, codes + i * out);
+    for (int64_t i = begin; i < end; ++i) {
+      const bool direct = i < in_place;
+      run(direct ? pooling_in_place : pooling, from + i * in, direct ? nullptr : bordered, to + i * out,
+          codes + i * out);
+    }
   });
   return {y, where};
 }

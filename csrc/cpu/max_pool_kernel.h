@@ -32,10 +32,11 @@ inline void copy(const Pooling& p, const float* x, float* bordered) {
 }
 
 void plane(const Pooling& p, const float* x, float* bordered, float* y, uint8_t* where) {
-  copy(p, x, bordered);
+  if (bordered != nullptr) copy(p, x, bordered);
+  const float* source = bordered == nullptr ? x : bordered;
   const int64_t count = p.kernel[0] * p.kernel[1], elements = p.out_height * p.out_width;
   for (int64_t row = 0; row < p.out_height; ++row) {
-    const float* window = bordered + row * p.stride[0] * p.stride[1] * p.pitch;
+    const float* window = source + row * p.stride[0] * p.stride[1] * p.pitch;
     const int64_t above = p.padding[0] - row * p.stride[0];  // rows of the window that are not in the image
     const auto start = static_cast<int32_t>(above > 0 ? above * p.kernel[1] : 0);
     for (int64_t column = 0; column < p.out_width; column += lanes) {
