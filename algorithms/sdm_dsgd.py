@@ -148,11 +148,9 @@ class SDMDSGD:
     def _start(self, number: int) -> None:
         """Batches are drawn from round `number` on."""
         self.round = number
-        ledgers = self.ledgers[self._own.start : self._own.stop]
-        seed = seed_of(self._seed, 2)
-        self._draws = poisson_of_each(
-            self._sizes, self._rate, 1 << 40, seed, start=number, ledgers=ledgers, own=self._own
-        )
+        own, seed = self._own, seed_of(self._seed, 2)
+        ledgers = self.ledgers[own.start : own.stop]
+        self._draws = poisson_of_each(self._sizes, self._rate, 1 << 40, seed, start=number, ledgers=ledgers, own=own)
 
     @property
     def bytes_sent(self) -> int:

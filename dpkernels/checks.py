@@ -15,6 +15,8 @@ FLOATING = frozenset((torch.float32, torch.float64, torch.bfloat16, torch.float1
 
 def number(name: str, value: object, *, low: float, high: float = math.inf, finite: bool = True) -> float:
     """`value` as a float in [low, high]; NaN never, infinity only when `finite` is False."""
+    if type(value) is float and low <= value <= high and (math.isfinite(value) or not finite):
+        return value  # nearly always: numbers.Real takes a while to ask
     if isinstance(value, numbers.Real) and not isinstance(value, bool):
         x = float(value)
         if low <= x <= high and not (finite and math.isinf(x)):

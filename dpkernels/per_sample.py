@@ -138,7 +138,7 @@ class PerSample:
             kind = wide or wide_type(shape.dtype)
             given = None if out is None else out.get(name)
             target = _fitting(given, shape.size, kind, shape.device)
-            stored, others = _stored(self._parts[name])
+            stored, others = placing.stored(self._parts[name])
             base = self._product(others, weights[:, i % weights.shape[1]], kept, target) if not exact else None
             total = None if onto is None else onto[name].to(torch.float64, copy=not reuse).contiguous()
             if base is None and (others or onto is not None):
@@ -391,16 +391,3 @@ def _fitting(given: Tensor | None, size: torch.Size, dtype: torch.dtype, device:
     if given is not None and given.is_contiguous() and (given.shape, given.dtype, given.device) == wanted:
         return given
     return torch.empty(size, dtype=dtype, device=device)
-
-
-def _stored(parts: list[Part]) -> tuple[list[Tensor], list[Part]]:
-    """The rows of parts that are stored and cover their parameter in order; and the other parts."""
-    stored, others = [], []
-    for part in parts:
-        m = part.matrix
-        alone = part.place is None and len(m.terms) == 1
-        if alone and m.dense is not None and not isinstance(m.dense, factors.Later):
-            stored.append(m.dense.values)
-        else:
-            others.append(part)
-    return stored, others

@@ -135,3 +135,16 @@ def difference(
     )
     both = [*mine, *(Part(p.place, factors.scaled(p.matrix, -1.0)) for p in theirs)]
     return [_dense_part(shape, both, batch)] if len(both) > 1 else both
+
+
+def stored(parts: list[Part]) -> tuple[list[Tensor], list[Part]]:
+    """The rows of parts that are stored and cover their parameter in order; and the other parts."""
+    whole, others = [], []
+    for part in parts:
+        m = part.matrix
+        alone = part.place is None and len(m.terms) == 1
+        if alone and m.dense is not None and not isinstance(m.dense, factors.Later):
+            whole.append(m.dense.values)
+        else:
+            others.append(part)
+    return whole, others
