@@ -179,7 +179,7 @@ class PerSample:
         return PerSample(self.batch_size, self._shapes, parts)
 
     def _clipping(self, max_norm: float) -> Tensor | None:
-        """What scales rows down to `max_norm`, [B] in float64; zero where they are not finite; None if nothing changes."""
+        """What scales rows down to `max_norm`, float64 [B], zero for those not finite; None if that changes nothing."""
         bound = checks.number("max_norm", max_norm, low=0, finite=False)
         uppers = self._squares(rounded=True)[1].sum(1)
         norm = uppers.sqrt() * (1 + (len(self._shapes) + 8) * factors.UNIT)

@@ -81,9 +81,9 @@ def lookup_squares(ids: Tensor, g: Tensor) -> Tensor:
 
 
 def dense_difference(x: Tensor, y: Tensor, x_weights: Tensor | None, y_weights: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Rows w_i x_i - v_i y_i of samples [B, ...] as rounded to their type, and their norm^2; weights are 1 unless given.
+    """Rows w_i x_i - v_i y_i of samples [B, ...], rounded to their type, and their norm^2 as such.
 
-    A sample's term of weight zero is left out by selection.
+    Weights are 1 unless given. A sample's term of weight zero is left out by selection.
     """
 
     def weighted(t: Tensor, weights: Tensor | None) -> Tensor:

@@ -107,3 +107,16 @@ def test_inputs_may_be_overwritten_before_rows_are_formed_again():
     wanted = dpk.per_sample_gradients(model, loss_fn, inputs, targets).clip_sum(1.0).sum
     inputs.zero_()
     torch.testing.assert_close(rows.clip_sum(1.0).sum, wanted, rtol=1e-6, atol=1e-8)
+
+
+def test_the_system_is_not_asked_for_free_memory_again_and_again(monkeypatch):
+    found, now = iter([100, 200, 300]), [0.0]
+    monkeypatch.setattr(planner, "_free_bytes_of_host", lambda: next(found))
+    monkeypatch.setattr(planner.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(planner, "_lately", {})
+    cpu = torch.device("cpu")
+    seen = []
+    for now[0] in (5.0, 5.05, 5.2, 5.25):
+        seen.append(planner.free_bytes_lately(cpu))
+    assert seen == [100, 100, 200, 200]
+    assert planner.free_bytes(cpu) == 300

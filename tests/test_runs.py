@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import dpkernels as dpk
+from dpkernels import each
 from dpkernels.nested import map_tensors
 from tests import truth
 from tests.models import ZOO, B
@@ -53,8 +54,11 @@ def test_rows_and_clamped_sums_are_those_at_the_weights_of_each_run(name):
         torch.testing.assert_close(sums[parameter], clamped, rtol=0, atol=1e-9 * float(wanted.norm(dim=1).max()))
 
 
-@pytest.mark.parametrize("name", ["cnn", "gpt", "resnet20"])
-def test_float32_is_as_close_as_float32_can_be(name):
+@pytest.mark.parametrize("wide", [each.WIDE, 1])
+@pytest.mark.parametrize("name", ["cnn", "gpt", "resnet20", "three_uses"])
+def test_float32_is_as_close_as_float32_can_be(name, wide, monkeypatch):
+    """With lines of any width by our kernel too."""
+    monkeypatch.setattr(each, "WIDE", wide)
     model, loss_fn, inputs, targets, weights = made(name, double=False)
     doubles = {n: w.double() for n, w in weights.items()}
     exact = by_run(copy.deepcopy(model).double(), loss_fn, truth.as_double(inputs), truth.as_double(targets), doubles)
@@ -75,7 +79,9 @@ def test_samples_that_do_not_count_have_rows_of_zeros():
     assert (truth.flat(plain)[~where] == 0).all()
 
 
-def test_a_row_that_is_not_finite_counts_as_zero_in_its_run_alone():
+@pytest.mark.parametrize("wide", [each.WIDE, 1])
+def test_a_row_that_is_not_finite_counts_as_zero_in_its_run_alone(wide, monkeypatch):
+    monkeypatch.setattr(each, "WIDE", wide)
     model, loss_fn, inputs, targets, weights = made("cnn", double=False)
     bad = inputs.clone()
     bad[1] = math.nan
@@ -98,6 +104,31 @@ def test_a_row_that_is_not_finite_changes_no_bit_of_others():
         rows = dpk.per_sample_gradients(model, loss_fn, x, targets, weights=weights, where=torch.arange(B) != 1)
         found[-1] += [t[0] for t in rows.clamped_sums(1e-3, 2).values()]
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_where_the_input_of_a_wide_layer_is_not_finite_its_bias_gets_nothing_either():
+    """The kernel that multiplies notes such lines: all of a sample's rows are then zero."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(300, 4)
+    inputs, targets = torch.randn(6, 2, 300), torch.randn(6)  # two lines a sample
+    inputs[1, 1, 299], inputs[4, 0, 0] = math.nan, -math.inf
+    weights = {"weight": torch.randn(2, 4, 300), "bias": torch.randn(2, 4)}
+
+    def loss_fn(y, t):
+        return (y.nan_to_num(0, 0, 0).sum((1, 2)) - t).square()  # gradients are finite
+
+    rows = dpk.per_sample_gradients(model, loss_fn, inputs, targets, weights=weights)
+    kept = torch.tensor([True, False, True, True, False, True])
+    good = torch.where(kept[:, None, None], inputs, 0)
+    wanted = dpk.per_sample_gradients(model, loss_fn, good, targets, weights=weights, where=kept)
+    for name, total in rows.clamped_sums(0.01, 2).items():
+        assert torch.equal(total, wanted.clamped_sums(0.01, 2)[name])
+        assert torch.equal(total, rows.clamped_sums(0.01, 2, where=kept)[name])
+    some = torch.tensor([True, True, False, True, True, True])
+    fewer = wanted.clamped_sums(0.01, 2, where=some)
+    for name, total in rows.clamped_sums(0.01, 2, where=some).items():
+        assert torch.equal(total, fewer[name])
+        assert not torch.equal(total, wanted.clamped_sums(0.01, 2)[name])
 
 
 class Halves(torch.nn.Module):
