@@ -81,18 +81,18 @@ def lookup_squares(ids: Tensor, g: Tensor) -> Tensor:
 
 
 def dense_difference(x: Tensor, y: Tensor, x_weights: Tensor | None, y_weights: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Rows w_i x_i - v_i y_i of samples [B, ...], rounded to their type, and their norm^2 as such.
+    """Rows w_i x_i - v_i y_i of samples [B, ...], both terms rounded to their type, and the norm^2 of what is left.
 
     Weights are 1 unless given. A sample's term of weight zero is left out by selection.
     """
 
     def weighted(t: Tensor, weights: Tensor | None) -> Tensor:
         if weights is None:
-            return t.double()
+            return t
         w = weights.view(-1, *[1] * (t.dim() - 1))
-        return torch.where(w != 0, t.double(), 0.0) * w
+        return (torch.where(w != 0, t.double(), 0.0) * w).to(t.dtype)
 
-    rows = (weighted(x, x_weights) - weighted(y, y_weights)).to(torch.promote_types(x.dtype, y.dtype))
+    rows = weighted(x, x_weights) - weighted(y, y_weights)
     return rows, rows.double().square().flatten(1).sum(1)
 
 

@@ -1,4 +1,4 @@
-// dense_difference: row_b = w_b x_b - v_b y_b as stored in float32, and its norm^2 in float64 (rows.h). A sample's term
+// dense_difference: row_b = w_b x_b - v_b y_b in float32, and its norm^2 in float64 (rows.h). A sample's term
 // of weight zero is left out by selection: it may hold anything. Limit: one read of both and one write.
 #include <algorithm>
 

@@ -46,7 +46,8 @@ struct RowKernels {
   using Accumulate = void (*)(double* sum, int64_t n, const Row* rows, int row_count, Fetch fetch);
   Gram gram[form_count][element_count];
   Accumulate accumulate[form_count][element_count];
-  // out = scale a - other_scale b, of n float32, in float64 and rounded once; returns the norm^2 of what was rounded.
+  // out = scale a - other_scale b, of n float32: each term rounded, so that equal ones leave nothing, and the
+  // difference; returns the norm^2 of what is then there.
   double (*difference)(float* out, const float* a, const float* b, int64_t n, double scale, double other_scale);
 };
 

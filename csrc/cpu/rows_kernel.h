@@ -186,7 +186,7 @@ inline double difference(float* out, const float* a, const float* b, int64_t n, 
   constexpr int unroll = 4;
   Doubles sum[unroll] = {};
   const auto take = [&](int64_t i, Doubles& to) {
-    const HalfFloats row = narrow_doubles(widen(a + i) * scale - widen(b + i) * other_scale);
+    const HalfFloats row = narrow_doubles(widen(a + i) * scale) - narrow_doubles(widen(b + i) * other_scale);
     store(out + i, row);
     const Doubles wide = widen_floats(row);
     to += wide * wide;
@@ -199,7 +199,8 @@ inline double difference(float* out, const float* a, const float* b, int64_t n, 
   for (; i + double_lanes <= n; i += double_lanes) take(i, sum[0]);
   double rest = 0.0;
   for (; i < n; ++i) {
-    out[i] = static_cast<float>(static_cast<double>(a[i]) * scale - static_cast<double>(b[i]) * other_scale);
+    out[i] = static_cast<float>(static_cast<double>(a[i]) * scale) -
+             static_cast<float>(static_cast<double>(b[i]) * other_scale);
     rest += static_cast<double>(out[i]) * static_cast<double>(out[i]);
   }
   return rest + sum_of_lanes((sum[0] + sum[1]) + (sum[2] + sum[3]));
