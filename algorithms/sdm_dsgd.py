@@ -22,7 +22,7 @@ from dpkernels.ranks import Ranks, given
 from dpkernels.sampling import poisson_of_each
 
 from .federation import Client, InProcess, largest_epsilon, secured, seed_of, shared_out
-from .masks import kept_by, most_kept
+from .masks import counts_of, kept_by, most_kept
 from .micro_batches import Stacks, check_size
 from .together import meet
 from .topologies import check_topology
@@ -115,14 +115,16 @@ class SDMDSGD:
         self._noise_scale = _noise_scale(order, self._keep)
         self._mask_seed = checks.whole("mask_seed", mask_seed, low=0)
         self._places = Places(secure=secure)
-        self._stacks = Stacks([self.nodes[i] for i in self._own], micro_batch_size)
+        self._stacks = Stacks([self.nodes[i] for i in self._own], micro_batch_size)  # of the tensors that are there now
         self._warn_of_divergence(checks.number("smoothness", smoothness, low=0))
         linked = self._topology.clone().fill_diagonal_(0) != 0
         self._neighbours = [row.nonzero().squeeze(1).tolist() for row in linked]
         near = sorted({j for i in self._own for j in self._neighbours[i]} - set(self._own))
         self.followed = [*self._own, *near]
         # d has sum_j W_ij x_j - x_i
-        self._pulls = (self._topology - torch.eye(len(self.nodes)))[self._own.start : self._own.stop, self.followed]
+        self._pulls = (self._topology - torch.eye(len(self.nodes), device=self._topology.device))[
+            self._own.start : self._own.stop, self.followed
+        ]
         self.transport = InProcess() if transport is None else transport
         self.ledgers = [Ledger(sampling_rate, budget=budget) for _ in self.nodes]
         std = self._mixing * self._lr * self._noise_std * self._noise_scale
@@ -143,11 +145,12 @@ class SDMDSGD:
         start = torch.cat([p.detach().flatten() for p in members.trainable.values()])
         self.node_vectors = start.repeat(len(self.followed), 1)
         self._sums = start.new_zeros((len(self._own), len(start)), dtype=torch.float64)
+        self.round = 0
         self._start(0)
 
     def _start(self, number: int) -> None:
-        """Batches are drawn from round `number` on."""
-        self.round = number
+        """Batches are drawn from number `number` on: a round that fails has drawn one, which is never used again."""
+        self._drawn = number
         own, seed = self._own, seed_of(self._seed, 2)
         ledgers = self.ledgers[own.start : own.stop]
         self._draws = poisson_of_each(self._sizes, self._rate, 1 << 40, seed, start=number, ledgers=ledgers, own=own)
@@ -169,11 +172,11 @@ class SDMDSGD:
 
     def _step(self) -> None:
         vectors, own = self.node_vectors, len(self._own)
-        indices, counts = self._masks(self.followed, self.round)
+        indices, counts = kept_by(self.followed, self.round, *self._mask)
         kept = indices[: sum(counts[:own])]
         gradients = self._gradients().view(-1).index_select(0, kept)
         towards = products.linear(self._pulls.to(vectors.dtype), vectors.t()).view(-1).index_select(0, kept)
-        self._refuse_beyond()
+        self._refuse_beyond(counts)
         values = towards.double().sub_(gradients, alpha=self._lr).mul_(self._mixing / self._keep)
         messages = self._exchange(self._noisy(values, counts[:own]), counts[own:])
         vectors.view(-1).index_add_(0, indices, torch.cat(messages))
@@ -181,20 +184,22 @@ class SDMDSGD:
         self._count_others()
         self._average()
 
-    def _masks(self, nodes: Sequence[int], number: int) -> tuple[Tensor, list[int]]:
-        """The coordinates that nodes send in a round, counted over their vectors, and how many of each."""
-        return kept_by(nodes, number, self._mask_seed, self.width, self._keep)
+    @property
+    def _mask(self) -> tuple[int, int, float]:
+        """What masks are drawn by, beside the node and the round."""
+        return self._mask_seed, self.width, self._keep
 
     def _row_norm(self, count: int) -> float:
         """How far one record can move what is sent, of so many coordinates."""
         moved = self._mixing * self._lr * self._clamp / (self._keep * self._batch_size)  # each coordinate, at most
         return moved * math.sqrt(rounded_up(count))
 
-    def _refuse_beyond(self) -> None:
-        """None sends if one may not."""
+    def _refuse_beyond(self, counts: list[int]) -> None:
+        """None sends if one may not; `counts` are those of the nodes that are followed."""
         if self.ledgers[0].budget is None:
             return
-        _, counts = self._masks(range(len(self.nodes)), self.round)
+        if self.ranks.size > 1:
+            counts = counts_of(range(len(self.nodes)), self.round, *self._mask)
         for ledger, noise, count in zip(self.ledgers, self._noises, counts, strict=True):
             ledger.check(std=noise.std, sensitivity=noise.widened(self._row_norm(count), count))
 
@@ -227,7 +232,7 @@ class SDMDSGD:
         """Enter what nodes of other ranks released since: how much they kept is public, and so is all else of it."""
         others = [i for i in range(len(self.nodes)) if i not in self._own]
         for number in range(self._counted, self.round) if others else ():
-            for i, count in zip(others, self._masks(others, number)[1], strict=True):
+            for i, count in zip(others, counts_of(others, number, *self._mask), strict=True):
                 self.ledgers[i].note_batch(sampling_rate=self._rate)
                 self._noises[i].follow(self._row_norm(count), count)
         self._counted = self.round
@@ -245,6 +250,7 @@ class SDMDSGD:
         total = self._sums.zero_()
         weights, sums = (self._by_parameter(t) for t in (self.node_vectors[: len(self._own)], total))
         rows_of = partial(dpk.per_sample_gradients, self.model, self.loss_fn, weights=weights)
+        self._drawn += 1
         for inputs, targets, where in self._stacks(*next(self._draws)):
             self._places.check(self.model, rows_of, inputs, targets, runs=len(self._own))
             rows = rows_of(inputs, targets, where=where)
@@ -320,6 +326,7 @@ class SDMDSGD:
         `arguments` are those of the constructor but for the noise.
         """
         width = members_of(model).width
+        checks.number("keep_probability", keep_probability, low=2.0**-32, high=1)
         checks.positive("clamp", clamp)
         checks.positive("batch_size", batch_size)
         checks.whole("mask_seed", mask_seed, low=0)
@@ -366,6 +373,7 @@ class SDMDSGD:
         return {
             "node_vectors": self.gathered(),
             "round": self.round,
+            "drawn": self._drawn,
             "bytes_sent": sum(self.ranks.gather(self.bytes_sent)),
             "mask_seed": self._mask_seed,
             "releases": [noise.releases for noise in self._noises],
@@ -387,8 +395,8 @@ class SDMDSGD:
             noise.skip(releases)
         self.node_vectors.copy_(state["node_vectors"][self.followed])
         self.transport.bytes_sent = int(state["bytes_sent"]) if self.ranks.rank == 0 else 0
-        self._counted = int(state["round"])
-        self._start(self._counted)
+        self.round = self._counted = int(state["round"])
+        self._start(int(state["drawn"]))
         self._average()
 
 

@@ -15,9 +15,10 @@ from dpkernels.factors import Later, Matrix
 
 def finite(m: Matrix) -> Tensor:
     """Which samples have nothing but finite factors, bool [B]."""
-    made_of, known = factors.made_of(m), None if m.outer is None else m.outer.faults
-    if known is not None:
-        made_of = [t for t in made_of if t is not m.outer.a]  # type: ignore[union-attr]
+    made_of, known = factors.made_of(m), None
+    if m.outer is not None and m.outer.faults is not None and m.outer.faults.version == m.outer.a._version:
+        known, a = m.outer.faults.seen, m.outer.a
+        made_of = [t for t in made_of if t is not a]
     squares = torch.ops.dpkernels.row_squares([t.flatten(1) for t in made_of]).sum(1)
     return (squares if known is None else squares + known).isfinite()  # type: ignore[no-any-return]
 

@@ -205,10 +205,16 @@ def sparsify(
     return SparseMessage(indices, values, vector.numel())
 
 
-def masks(seeds: Sequence[int], size: int, keep_probability: float) -> tuple[Tensor, list[int]]:
-    """What `sparsify` keeps of vectors [N, size], a seed each: indices, counted over all of them; how many of each."""
+def masks(
+    seeds: Sequence[int], size: int, keep_probability: float, *, with_indices: bool = True
+) -> tuple[Tensor, list[int]]:
+    """What `sparsify` keeps of vectors [N, size], a seed each: indices, counted over all of them; how many of each.
+
+    No indices, which take memory, where only their numbers are wanted.
+    """
+    probability = checks.number("keep_probability", keep_probability, low=2.0**-32, high=1)
     keys = torch.tensor(seeds, dtype=torch.int64, device="cpu")
-    indices, counts = torch.ops.dpkernels.masks(keys, size, keep_probability)
+    indices, counts = torch.ops.dpkernels.masks(keys, size, probability, with_indices)
     return indices, counts.tolist()
 
 
@@ -218,7 +224,8 @@ def add_gaussian_each_(
     """`add_gaussian_` of vectors behind one another, so many values each, with a Gaussian (all secure or none) each."""
     released = [take_release(noise, s, n) for noise, s, n in zip(noises, sensitivities, counts, strict=True)]
     streams, stds = (torch.stack(parts) for parts in zip(*released, strict=True))
-    torch.ops.dpkernels.add_gaussian_each_(values, torch.tensor(counts, dtype=torch.int64), streams, stds)
+    numbers = torch.tensor(counts, dtype=torch.int64, device="cpu")
+    torch.ops.dpkernels.add_gaussian_each_(values, numbers, streams, stds)
     return values
 
 

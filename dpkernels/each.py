@@ -139,10 +139,11 @@ def _linear_of_runs(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor | None]:
     """x_i w^T of its run, from x [B, T, p] and w [N, d, p]."""
     batch, length, width = x.shape
     ours = width >= WIDE and x.dtype == torch.float32 and x.is_cpu and forming.is_native(x) and w.stride(2) == 1
+    ours = ours and not torch.is_autocast_enabled("cpu")
     if not ours:
         return _product_of_runs(x, w.transpose(1, 2)), None
     y, faults = forming.linear_runs(x.reshape(len(w), -1, width), w)
-    return y.view(batch, length, -1), faults.view(batch, length).sum(1)
+    return y.view(batch, length, w.shape[1]), faults.view(batch, length).sum(1)
 
 
 def _product_of_runs(x: Tensor, w: Tensor) -> Tensor:

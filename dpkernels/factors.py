@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeGuard
+from typing import NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -31,13 +31,20 @@ UNIT = 2.0**-52  # twice the rounding unit of float64
 class Outer:
     """row_i = sum_t g_it a_it^T, from a [B, T, width] and g [B, T, height]; `fixed`: a does not depend on weights.
 
-    `faults` [B], where known: 0 for samples whose a is finite, else NaN.
+    `faults`, where known: which samples' a is finite.
     """
 
     a: Tensor
     g: Tensor
     fixed: bool = False
-    faults: Tensor | None = None
+    faults: Faults | None = None
+
+
+class Faults(NamedTuple):
+    """What was seen of a factor: 0 for samples that are finite, else NaN, [B]; and its version then."""
+
+    seen: Tensor
+    version: int
 
 
 @dataclass(frozen=True)
@@ -199,7 +206,10 @@ def _scaled_dense(dense: Dense, times: Callable[..., Tensor], elements: int) -> 
 
 def weighted(m: Matrix, weights: Tensor | None) -> Matrix:
     """weights_i m_i in float64 weights [B], 1 unless given; rows of weight zero are zero by selection."""
-    return m if weights is None else scaled(zero_samples(m, weights != 0), weights)
+    if weights is None or not m.terms:
+        return m
+    counts = weights != 0
+    return scaled(m if bool(counts.all()) else zero_samples(m, counts), weights)
 
 
 def difference(x: Matrix, y: Matrix, x_weights: Tensor | None = None, y_weights: Tensor | None = None) -> Matrix:

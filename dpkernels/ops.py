@@ -59,7 +59,7 @@ SCHEMAS = {
     "add_gaussian_": "(Tensor(a!)[] tensors, Tensor stream, Tensor std) -> ()",
     "add_gaussian_each_": "(Tensor(a!) values, Tensor counts, Tensor streams, Tensor stds) -> ()",
     "sparsify": "(Tensor vector, float keep_probability, Tensor seed, Tensor? stream, Tensor? std) -> (Tensor, Tensor)",
-    "masks": "(Tensor seeds, int size, float keep_probability) -> (Tensor, Tensor)",
+    "masks": "(Tensor seeds, int size, float keep_probability, bool with_indices) -> (Tensor, Tensor)",
     "gather_runs_": "(Tensor(a!) out, Tensor[] sources, Tensor indices, Tensor counts) -> ()",
 }
 # How many leading arguments are differentiable tensor lists, in the four ops that sum over samples.

@@ -138,17 +138,20 @@ def sparsify(
     vector: Tensor, keep_probability: float, seed: Tensor, stream: Tensor | None, std: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """indices = {j : word_j(seed) < p 2^32}; values = (vector[indices] + std * z) / p, z counted by place."""
-    indices = masks(seed.reshape(1), vector.numel(), keep_probability)[0].to(vector.device)
+    indices = masks(seed.reshape(1), vector.numel(), keep_probability, True)[0].to(vector.device)
     values = add_noise([vector.double()[indices]], stream, std)[0]
     return (values / keep_probability).to(wide_type(vector.dtype)), indices
 
 
-def masks(seeds: Tensor, size: int, keep_probability: float) -> tuple[Tensor, Tensor]:
-    """The indices that `sparsify` keeps of vectors [N, size], one seed each, counted over all; and how many of each."""
+def masks(seeds: Tensor, size: int, keep_probability: float, with_indices: bool) -> tuple[Tensor, Tensor]:
+    """The indices that `sparsify` keeps of vectors [N, size], one seed each, counted over all; and how many of each.
+
+    No indices where only their numbers are wanted.
+    """
     streams = torch.stack([seeds, torch.zeros_like(seeds)], dim=1)
     words = [element_words(stream, MASK, size, seeds.device) for stream in streams]
     kept = torch.stack(words) < int(keep_probability * 2**32)
-    return kept.flatten().nonzero().squeeze(1), kept.sum(1)
+    return kept.flatten().nonzero().squeeze(1) if with_indices else seeds.new_empty(0), kept.sum(1)
 
 
 def gather_runs_(out: Tensor, sources: Sequence[Tensor], indices: Tensor, counts: Tensor) -> None:

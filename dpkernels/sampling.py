@@ -82,7 +82,7 @@ def poisson_of_each(
     the parties whose batches are wanted, all unless given. With a seed these do not depend on which.
     """
     own = range(len(sizes)) if own is None else own
-    ends = torch.tensor([0, *sizes]).cumsum(0)[own.start : own.stop + 1]
+    ends = torch.tensor([0, *sizes], device="cpu").cumsum(0)[own.start : own.stop + 1]
     share = range(int(ends[0]), int(ends[-1]))
 
     def of_each(indices: Tensor) -> tuple[Tensor, list[int]]:

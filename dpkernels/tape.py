@@ -22,7 +22,7 @@ from torch import Tensor
 
 from dpkernels import planner
 from dpkernels.each import Each
-from dpkernels.factors import Dense, Later, Outer, Rows, Term, at_least_float
+from dpkernels.factors import Dense, Faults, Later, Outer, Rows, Term, at_least_float
 from dpkernels.forming import outer_rows
 from dpkernels.layouts import Layout
 from dpkernels.nested import flat_tensors
@@ -156,7 +156,7 @@ class Tape:
         self.add(parameter, Dense(values.reshape(self.batch, height, shape[1:].numel()), squares))
 
     def add_outer(
-        self, parameter: Tracked, a: Tensor, g: Tensor, fixed: bool = False, faults: Tensor | None = None
+        self, parameter: Tracked, a: Tensor, g: Tensor, fixed: bool = False, faults: Faults | None = None
     ) -> None:
         """The term sum_t g_t a_t^T, from a [B, T, width] and g [B, T, height]: as factors, or formed."""
         if self.walking:

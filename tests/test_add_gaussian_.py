@@ -92,3 +92,17 @@ def test_several_at_once_have_the_noise_that_each_would_have(dtype, secure):
     with pytest.raises(TypeError):
         dense.add_gaussian_each_(again.copy_(x), counts, noises, [1.0] * 4)
     assert torch.equal(again, x)
+
+
+@pytest.mark.parametrize("counts", [[4, 3], [4, 5], [9, -1], [8]])
+def test_several_at_once_leave_none_without_noise(counts):
+    """Nor write behind the last."""
+    memory = torch.zeros(16)
+    streams, stds = torch.tensor([[1, 0], [2, 0]]), torch.ones(2, dtype=torch.float64)
+    with pytest.raises(RuntimeError, match=r"add_gaussian_each_|counts"):
+        torch.ops.dpkernels.add_gaussian_each_(memory[:8], torch.tensor(counts), streams, stds)
+    with pytest.raises(RuntimeError, match="add_gaussian_each_"):
+        torch.ops.dpkernels.add_gaussian_each_(
+            memory[:8], torch.tensor([4, 4]), torch.stack([streams, streams], 2)[..., 0], stds
+        )
+    assert not memory.any()

@@ -32,7 +32,10 @@ def test_refuses_what_does_not_fit():
         (out, [sources[0], sources[1].double()], torch.tensor([0, 1, 2]), counts),
         (out, [sources[0], torch.ones(6, 5)], torch.tensor([0, 1, 2]), counts),
         (out, sources[:1], torch.tensor([0, 1, 2]), counts),
+        (out, sources, torch.tensor([0, 1]), torch.tensor([3, -1])),
+        (out, sources, torch.arange(6)[::2], counts),
+        (out, sources, torch.tensor([0, 1, 2]), torch.tensor([1, 9, 2, 9])[::2]),
     ):
-        with pytest.raises(RuntimeError, match="gather_runs_"):
+        with pytest.raises(RuntimeError, match=r"gather_runs_|counts"):
             OPS.gather_runs_(*case)
     assert not out.any()

@@ -244,6 +244,6 @@ def test_room_decides():
 def test_the_check_sees_a_layer_that_forgets_samples_own_weights(monkeypatch):
     model, loss_fn, inputs, targets = made("mlp", double=False)
     dpk.per_sample_gradients(model, loss_fn, inputs, targets)  # nothing is wrong with the gradients
-    monkeypatch.setattr(each.Each, "linear", lambda self, x: nn.functional.linear(x, self.shared))
+    monkeypatch.setattr(each.Each, "linear", lambda self, x: (nn.functional.linear(x, self.shared), None))
     with pytest.raises(RecordingError, match=r"0\.weight in linear: after a step of its own, a sample's row is not"):
         dpk.local_updates(model, loss_fn, inputs, targets, steps=3, lr=0.1)

@@ -131,6 +131,56 @@ def test_where_the_input_of_a_wide_layer_is_not_finite_its_bias_gets_nothing_eit
         assert not torch.equal(total, wanted.clamped_sums(0.01, 2)[name])
 
 
+class Saturated(torch.nn.Module):
+    """Where an infinite input leaves every gradient finite."""
+
+    def __init__(self):
+        super().__init__()
+        self.wide, self.other = torch.nn.Linear(300, 6), torch.nn.Linear(4, 2)
+
+    def forward(self, a, b):
+        return torch.cat([torch.tanh(self.wide(a)), self.other(b)], 1)
+
+
+def saturated():
+    torch.manual_seed(0)
+    model = Saturated()
+    weights = {n: p.detach().abs() + 0.01 * torch.rand(2, *p.shape) for n, p in model.named_parameters()}
+    inputs, targets = (torch.randn(10, 300).abs(), torch.randn(10, 4)), torch.randn(10, 8)
+    return model, lambda y, t: (y - t).square().sum(1), inputs, targets, weights
+
+
+def test_a_record_that_is_not_finite_is_found_where_its_gradients_are():
+    model, loss_fn, inputs, targets, weights = saturated()
+    inputs[0][7, 3] = math.inf
+    rows = dpk.per_sample_gradients(model, loss_fn, inputs, targets, weights=weights)
+    assert rows.parts["wide.weight"][0].matrix.outer.g[7].isfinite().all()
+    assert all(not total[7].any() and total[6].any() for total in rows.clamped_sums(0.05, 10).values())
+
+
+def test_what_a_wide_layer_saw_of_its_input_is_not_used_once_that_has_changed():
+    model, loss_fn, inputs, targets, weights = saturated()
+    rows = dpk.per_sample_gradients(model, loss_fn, inputs, targets, weights=weights)
+    inputs[0][7, 3] = math.nan
+    assert all(not total[7].any() and total[6].any() for total in rows.clamped_sums(0.05, 10).values())
+
+
+def test_sequences_without_a_line_and_autocast_at_layers_of_any_width():
+    for width in (200, 300):
+        model, seen = torch.nn.Linear(width, 5), []
+        weights = {n: torch.stack([p.detach()] * 2) for n, p in model.named_parameters()}
+
+        def loss_fn(y, t, seen=seen):
+            seen.append(y.dtype)
+            return y.float().square().flatten(1).sum(1)
+
+        rows = dpk.per_sample_gradients(model, loss_fn, torch.randn(4, 0, width), torch.randn(4), weights=weights)
+        assert not any(total.any() for total in rows.clamped_sums(0.1, 2).values())
+        with torch.autocast("cpu", torch.bfloat16):
+            dpk.per_sample_gradients(model, loss_fn, torch.randn(4, width), torch.randn(4), weights=weights)
+        assert seen[-1] == torch.bfloat16
+
+
 class Halves(torch.nn.Module):
     """Uses two parts of one parameter."""
 

@@ -191,6 +191,36 @@ def test_messages_are_unbiased():
     assert ((mean - move).abs() <= 4.5 * spread * move.abs()).all()
 
 
+def test_a_batch_that_was_drawn_for_a_round_that_failed_is_in_no_round():
+    """Neither in the next, nor once it is resumed: amplification counts each batch once."""
+    model, loss_fn, nodes = problem()
+    failing, batches = [], []
+
+    def made():
+        algorithm = SDMDSGD(model, loss_fn, nodes, topology=topologies.ring(4), **SETTINGS, seed=3)
+        stacks = algorithm._stacks
+
+        def stacked(indices, counts):
+            batches.append((*indices.tolist(), *counts))
+            if failing:
+                raise RuntimeError(failing.pop())
+            return stacks(indices, counts)
+
+        algorithm._stacks = stacked
+        return algorithm
+
+    algorithm = made()
+    algorithm.step()
+    failing.append("in the middle")
+    with pytest.raises(RuntimeError, match="in the middle"):
+        algorithm.step()
+    algorithm.step()
+    resumed = made()
+    resumed.load_state_dict(algorithm.state_dict())
+    resumed.step()
+    assert len(set(batches)) == len(batches) == 4
+
+
 class Listening:
     """A transport that keeps what was sent."""
 

@@ -81,6 +81,16 @@ def test_masks_are_those_of_each_seed(size, keep):
     alone = [dpk.sparsify(torch.zeros(size), keep, seed=seed).indices for seed in seeds]
     assert counts == [len(kept) for kept in alone]
     assert torch.equal(indices, torch.cat([i * size + kept for i, kept in enumerate(alone)]))
-    true_indices, true_counts = reference.masks(torch.tensor(seeds), size, keep)
+    true_indices, true_counts = reference.masks(torch.tensor(seeds), size, keep, True)
     assert torch.equal(indices, true_indices)
     assert true_counts.tolist() == counts
+    none, again = dense.masks(seeds, size, keep, with_indices=False)
+    assert none.numel() == 0
+    assert again == counts
+    assert reference.masks(torch.tensor(seeds), size, keep, False)[1].tolist() == counts
+
+
+@pytest.mark.parametrize("keep", [0.0, -1.0, 1.5, float("nan"), "x", None])
+def test_masks_refuse_what_is_no_probability(keep):
+    with pytest.raises(ValueError, match="keep_probability: got"):
+        dense.masks([1], 10, keep)

@@ -116,6 +116,7 @@ def test_every_op_has_a_gpu_kernel_or_a_reason():
     composed = {"conv_each", "conv_each_input", "unfilled", "copies", "layer_norm_rows", "group_norm_rows"}
     composed |= {"max_pool", "max_pool_input"}  # in the place of torch's on a CPU alone
     composed |= {"linear_runs", "gather_runs_", "masks", "add_gaussian_each_"}  # of many nodes that a CPU simulates
+    composed |= {"dense_difference"}  # torch subtracts
     assert in_cuda | set(gpu.triton_ops()) | composed == set(ops.SCHEMAS)
     assert not in_cuda & set(gpu.triton_ops())
 

@@ -1,7 +1,6 @@
 // add_gaussian_: x += std * z for each tensor of a list, elements counted over the whole list (normals.h).
 // add_gaussian_each_: the same for vectors behind one another, each with a stream and a std of its own.
 #include <algorithm>
-#include <numeric>
 
 #include "arguments.h"
 #include "parallel.h"
@@ -54,8 +53,7 @@ template <class T>
 void add_each(T* x, const Tensor& counts, const Tensor& streams, const Tensor& stds) {
   const int64_t vectors = counts.numel(), words = streams.size(1);
   const auto* count = counts.const_data_ptr<int64_t>();
-  std::vector<int64_t> first(static_cast<size_t>(vectors + 1), 0);
-  std::partial_sum(count, count + vectors, first.begin() + 1);
+  const std::vector<int64_t> first = ends_of(counts);
   parallel_for(0, vectors, 1, [&](int64_t begin, int64_t end) {
     for (int64_t n = begin; n < end; ++n) {
       T* at = x + first[static_cast<size_t>(n)];
@@ -67,9 +65,11 @@ void add_each(T* x, const Tensor& counts, const Tensor& streams, const Tensor& s
 
 }  // namespace
 
-// All but values are in the memory of the CPU, and contiguous.
+// Every value must be one of those counted: none stays without noise.
 void add_gaussian_each_(Tensor values, const Tensor& counts, const Tensor& streams, const Tensor& stds) {
-  STD_TORCH_CHECK(values.is_contiguous() && streams.size(0) == counts.numel() && stds.numel() == counts.numel(),
+  STD_TORCH_CHECK(values.is_contiguous() && streams.is_contiguous() && stds.is_contiguous() &&
+                      streams.size(0) == counts.numel() && stds.numel() == counts.numel() &&
+                      ends_of(counts).back() == values.numel(),
                   "add_gaussian_each_: sizes do not fit together");
   if (values.scalar_type() == ScalarType::Double) {
     add_each(values.mutable_data_ptr<double>(), counts, streams, stds);

@@ -2,8 +2,19 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 
 namespace dpk {
+
+std::vector<int64_t> ends_of(const Tensor& counts) {
+  const int64_t number = counts.numel();
+  const auto* count = counts.const_data_ptr<int64_t>();
+  STD_TORCH_CHECK(counts.is_contiguous() && std::all_of(count, count + number, [](int64_t n) { return n >= 0; }),
+                  "counts: must be contiguous, and none negative");
+  std::vector<int64_t> ends(static_cast<size_t>(number + 1), 0);
+  std::partial_sum(count, count + number, ends.begin() + 1);
+  return ends;
+}
 
 SampleRows sample_rows(const Tensor& t, Tensors& keep) {
   const Tensor& own = keep.emplace_back(with_contiguous_samples(t));

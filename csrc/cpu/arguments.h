@@ -10,6 +10,9 @@ namespace dpk {
 // A new contiguous tensor of float64 or float32, not filled.
 Tensor empty(const int64_t* sizes, int64_t dimensions, ScalarType type);
 
+// Where each of several stretches behind one another begins, given how many elements each has; and where the last ends.
+std::vector<int64_t> ends_of(const Tensor& counts);
+
 // The samples of a tensor as rows in memory.
 struct SampleRows {
   const char* data;

@@ -4,7 +4,6 @@
 // Limit: one read of the records, which lie anywhere, and one write.
 #include <algorithm>
 #include <cstring>
-#include <numeric>
 
 #include "arguments.h"
 #include "parallel.h"
@@ -22,14 +21,13 @@ void fetch(const char* record, int64_t bytes) {
 
 void gather_runs_(Tensor out, const Tensors& sources, const Tensor& indices, const Tensor& counts) {
   const auto runs = static_cast<int64_t>(sources.size()), longest = out.size(1);
+  const std::vector<int64_t> first = ends_of(counts);
   const auto* count = counts.const_data_ptr<int64_t>();
   const auto* index = indices.const_data_ptr<int64_t>();
   const int64_t record = out.numel() ? out.numel() / (runs * longest) * static_cast<int64_t>(out.element_size()) : 0;
-  STD_TORCH_CHECK(out.is_contiguous() && out.size(0) == runs && counts.numel() == runs,
+  STD_TORCH_CHECK(out.is_contiguous() && indices.is_contiguous() && out.size(0) == runs && counts.numel() == runs &&
+                      first.back() == indices.numel(),
                   "gather_runs_: sizes do not fit together");
-  std::vector<int64_t> first(static_cast<size_t>(runs + 1), 0);
-  std::partial_sum(count, count + runs, first.begin() + 1);
-  STD_TORCH_CHECK(first.back() == indices.numel(), "gather_runs_: sizes do not fit together");
   for (int64_t n = 0; n < runs; ++n) {
     const Tensor& source = sources[static_cast<size_t>(n)];
     STD_TORCH_CHECK(source.is_contiguous() && source.scalar_type() == out.scalar_type() && count[n] <= longest &&

@@ -105,12 +105,12 @@ std::tuple<Tensor, Tensor> sparsify(const Tensor& vector, double keep_probabilit
   return {values, indices};
 }
 
-// Coordinates are counted over all vectors, [N, size].
-std::tuple<Tensor, Tensor> masks(const Tensor& seeds_given, int64_t size, double keep_probability) {
+// Coordinates are counted over all vectors, [N, size]; none where only their numbers are wanted.
+std::tuple<Tensor, Tensor> masks(const Tensor& seeds_given, int64_t size, double keep_probability, bool with_indices) {
   const Tensor seeds = torch::stable::contiguous(seeds_given);
   const int64_t vectors = seeds.numel();
   const Masks found = draw_masks(size, keep_probability, seeds.const_data_ptr<int64_t>(), vectors);
-  const int64_t kept[] = {found.offset.back()}, each[] = {vectors};
+  const int64_t kept[] = {with_indices ? found.offset.back() : 0}, each[] = {vectors};
   Tensor indices = torch::stable::new_empty(seeds, kept), counts = torch::stable::new_empty(seeds, each);
   auto* to = indices.mutable_data_ptr<int64_t>();
   auto* count = counts.mutable_data_ptr<int64_t>();
@@ -118,6 +118,7 @@ std::tuple<Tensor, Tensor> masks(const Tensor& seeds_given, int64_t size, double
     const auto first = static_cast<size_t>(n * found.chunks), last = static_cast<size_t>((n + 1) * found.chunks);
     count[n] = found.offset[last] - found.offset[first];
   }
+  if (!with_indices) return {indices, counts};
   parallel_for(0, vectors * found.chunks, 4, [&](int64_t begin, int64_t end) {
     for (int64_t chunk = begin; chunk < end; ++chunk) {
       const int64_t before = chunk / found.chunks * size;

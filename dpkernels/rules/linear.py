@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dpkernels import products
+from dpkernels.factors import Faults
 from dpkernels.layouts import Layout
 from dpkernels.rules.broadcast import promote
 from dpkernels.rules.fallback import fallback
@@ -66,17 +67,19 @@ def _linear_apart(tape: Tape, input: Tensor, weight: Any, bias: Any, layout: Lay
     shape = (*input.shape[:-1], each.shared.shape[0])
     fixed = not input.requires_grad
     with torch.no_grad():
-        y, faults = each.linear(tape.by_sample(input, layout, 1))
+        lines = tape.by_sample(input, layout, 1)
+        y, seen = each.linear(lines)
+        faults = None if seen is None or lines.is_inference() else Faults(seen, lines._version)
         if bias is not None:
             y += values_of(tape, bias).unsqueeze(1)
 
     def backward(x: Tensor, g: Tensor, write: bool, needed: bool) -> Tensor | None:
-        lines = tape.by_sample(g, layout, 1)
+        lines_out = tape.by_sample(g, layout, 1)
         if write:
-            tape.add_outer(weight, tape.by_sample(x.to(g.dtype), layout, 1), lines, fixed, faults)
+            tape.add_outer(weight, tape.by_sample(x.to(g.dtype), layout, 1), lines_out, fixed, faults)
         if write and isinstance(bias, Tracked):
             tape.add_dense(bias, reduced(tape, g, layout, 1))
-        return layout.in_place(each.linear_input(lines), x.shape).to(x.dtype) if needed else None
+        return layout.in_place(each.linear_input(lines_out), x.shape).to(x.dtype) if needed else None
 
     return tape.replace(layout.in_place(y, shape), input, backward)
 

@@ -127,8 +127,8 @@ def test_outer_products(sizes, kind, device):
     close(call.outer_sum(*there, weights.to(device)), reference_layers.outer_sum(*wide, weights), 1e-3)
     sums, wanted = (torch.zeros(1, height, width, dtype=torch.float64) for _ in range(2))
     there_sums = sums.to(device)
-    call.outer_clamp_sum_(there_sums, *there, 0.3)
-    reference_layers.outer_clamp_sum_(wanted, *wide, 0.3)
+    call.outer_clamp_sum_(there_sums, *there, None, 0.3)
+    reference_layers.outer_clamp_sum_(wanted, *wide, None, 0.3)
     close(there_sums, wanted, 1e-4)
 
 
