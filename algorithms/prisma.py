@@ -188,10 +188,11 @@ class PriSMA(TwoPoints):
     def _draw(self, i: int) -> Tensor:
         """This round's batch of client i."""
         n, seed, ledger = self._sizes[i], seed_of(self._seed, 2, i), self.ledgers[i]
+        (start,) = self._numbers(i, self.round)
         if self._sampling == "poisson":
             rate = self._batch_size / n
-            return next(iter(dpk.sampling.poisson(n, rate, 1, seed, start=self.round, ledger=ledger, ranks=ALONE)))
-        return next(iter(dpk.sampling.fixed_size(n, self._batch_size, 1, seed, start=self.round, ledger=ledger)))
+            return next(iter(dpk.sampling.poisson(n, rate, 1, seed, start=start, ledger=ledger, ranks=ALONE)))
+        return next(iter(dpk.sampling.fixed_size(n, self._batch_size, 1, seed, start=start, ledger=ledger)))
 
     def _first_rows(self, x: Any, y: Any) -> list[tuple[dpk.PerSample, float, float]]:
         return [(self._rows_now(x, y), self._gradient_norm, 1.0)]
