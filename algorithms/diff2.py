@@ -195,10 +195,10 @@ class DIFF2(TwoPoints):
         start = {name: t.detach().clone() for name, t in self._earlier.state_dict().items()}
         estimate = {name: t.clone() for name, t in self._estimate.items()}
         ledger, steps = self.ledgers[p], routine.local_steps - 1
-        n, seed, size = self._sizes[p], seed_of(self._seed, 2, p), routine.batch_size
+        seed, first = seed_of(self._seed, 2, p), self.round * steps
+        draws = dpk.sampling.fixed_size(self._sizes[p], routine.batch_size, steps, seed, start=first, ledger=ledger)
         try:
-            for number in self._numbers(p, self.round * steps, steps):
-                (indices,) = dpk.sampling.fixed_size(n, size, 1, seed, start=number, ledger=ledger)
+            for indices in draws:
                 bound = routine.difference_norm * self._distance()
                 if bound > 0:
                     x, y = (chosen(z, indices) for z in self.clients[p])

@@ -111,6 +111,7 @@ class PriSMA(TwoPoints):
         ]
         self._noises = [dpk.Gaussian(1.0, seed_of(seed, 1, i), secure, ledger) for i, ledger in enumerate(self.ledgers)]
         self._seed = seed
+        self._drawn = [0] * len(self.clients)  # batches of each, also for a round that failed: none is drawn twice
         self._estimates = [self._zeros() if i in self._own else None for i in range(len(self.clients))]
         meet(
             self.ranks,
@@ -185,10 +186,21 @@ class PriSMA(TwoPoints):
         found = self.ranks.gather([self._estimates[i] for i in self._own])
         return [estimate for part in found for estimate in part]
 
+    def state_dict(self) -> dict[str, Any]:
+        """As `TwoPoints` has it, and how many batches were drawn of each client."""
+        drawn = [max(numbers) for numbers in zip(*self.ranks.gather(self._drawn), strict=True)]
+        return super().state_dict() | {"drawn": drawn}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where another run was, into an algorithm made with the same arguments that has not stepped yet."""
+        super().load_state_dict(state)
+        self._drawn = [int(number) for number in state["drawn"]]
+
     def _draw(self, i: int) -> Tensor:
-        """This round's batch of client i."""
+        """Client i's next batch."""
         n, seed, ledger = self._sizes[i], seed_of(self._seed, 2, i), self.ledgers[i]
-        (start,) = self._numbers(i, self.round)
+        start = self._drawn[i]
+        self._drawn[i] += 1
         if self._sampling == "poisson":
             rate = self._batch_size / n
             return next(iter(dpk.sampling.poisson(n, rate, 1, seed, start=start, ledger=ledger, ranks=ALONE)))

@@ -326,7 +326,6 @@ class SDMDSGD:
         `arguments` are those of the constructor but for the noise.
         """
         width = members_of(model).width
-        checks.number("keep_probability", keep_probability, low=2.0**-32, high=1)
         checks.positive("clamp", clamp)
         checks.positive("batch_size", batch_size)
         checks.whole("mask_seed", mask_seed, low=0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -54,7 +54,6 @@ class TwoPoints:
         self.clients, self._sizes = shared_out(clients, self.ranks)
         self._own = self.ranks.share(len(self.clients))  # the clients of this rank
         self.round = 0
-        self._drawn = [0] * len(self.clients)  # the number of each one's next batch, if not yet that of its round
         self.bytes_sent = 0
         self._lr = checks.number("lr", lr, low=0)
         self._earlier = copy.deepcopy(model)
@@ -96,13 +95,6 @@ class TwoPoints:
         before = members_of(self._earlier).trainable
         now = members_of(self.model).trainable
         return list(now.values()), [before[name] for name in now]
-
-    def _numbers(self, i: int, first: int, count: int = 1) -> Iterator[int]:
-        """Numbers of client i's next batches: from `first` on, or behind those that a round that failed has drawn."""
-        start = max(first, self._drawn[i])
-        for number in range(start, start + count):
-            self._drawn[i] = number + 1
-            yield number
 
     def _zeros(self) -> Sum:
         return {n: torch.zeros_like(p, dtype=wide_type(p.dtype)) for n, p in members_of(self.model).trainable.items()}
@@ -149,7 +141,6 @@ class TwoPoints:
             "earlier": self._earlier.state_dict(),
             "estimates": self._all_estimates(),
             "round": self.round,
-            "drawn": [max(numbers) for numbers in zip(*self.ranks.gather(self._drawn), strict=True)],
             "bytes_sent": self.bytes_sent,
             "releases": [noise.releases for noise in self._noises],
             "ledgers": [ledger.state_dict() for ledger in self.ledgers],
@@ -170,4 +161,3 @@ class TwoPoints:
         self.model.load_state_dict(state["model"])
         self._earlier.load_state_dict(state["earlier"])
         self.round, self.bytes_sent = int(state["round"]), int(state["bytes_sent"])
-        self._drawn = [int(number) for number in state["drawn"]]

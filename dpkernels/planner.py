@@ -174,7 +174,9 @@ def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + cached
-    return _free_bytes_of_host()
+    known = [n for n in (_meminfo(), _control_group()) if n is not None]
+    kept = min(ops.native.pool_bytes(), _resident()) if ops.native else 0  # a block may never have been touched
+    return (min(known) if known else 1 << 30) + kept
 
 
 def free_bytes_lately(device: torch.device) -> int:
@@ -187,12 +189,6 @@ def free_bytes_lately(device: torch.device) -> int:
 
 
 _lately: dict[torch.device, tuple[float, int]] = {}
-
-
-def _free_bytes_of_host() -> int:
-    known = [n for n in (_meminfo(), _control_group()) if n is not None]
-    kept = min(ops.native.pool_bytes(), _resident()) if ops.native else 0  # a block may never have been touched
-    return (min(known) if known else 1 << 30) + kept
 
 
 def empty_pool() -> None:

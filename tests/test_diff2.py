@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import dpkernels as dpk
+from dpkernels import sampling
 from dpkernels.algorithms import BVRLSGD, DIFF2, GD
 from dpkernels.algorithms.federation import seed_of
 from dpkernels.algorithms.problems import softplus_regression, squared_loss
@@ -254,6 +255,50 @@ def test_a_run_that_is_resumed_is_the_run_that_was_not(routine, tmp_path):
         return DIFF2(model, squared_loss, clients, **SETTINGS, routine=routine, seed=3)
 
     check_resumed(fresh, tmp_path)
+
+
+def check_failed_round(fresh, monkeypatch, after, retried):
+    """A round fails after so many releases: no batch of it is drawn again, by this run or by one that resumes it."""
+    drawn, left = [], [math.inf]
+    words, release = sampling._words, dpk.Gaussian.release
+
+    def noted(*which):
+        drawn.append(which)
+        return words(*which)
+
+    def failing(self, *arguments, **options):
+        left[0] -= 1
+        if left[0] < 0:
+            left[0] = math.inf
+            raise RuntimeError("in the middle")
+        return release(self, *arguments, **options)
+
+    monkeypatch.setattr(sampling, "_words", noted)
+    monkeypatch.setattr(dpk.Gaussian, "release", failing)
+    first = fresh()
+    first.step()
+    left[0], before = after, len(drawn)
+    with pytest.raises(RuntimeError, match="in the middle"):
+        first.step()
+    assert len(drawn) > before > 0
+    if retried:
+        first.step()
+    second = fresh()
+    second.load_state_dict(first.state_dict())
+    for _ in range(2):
+        second.step()
+    assert len(set(drawn)) == len(drawn) > 3 * before
+
+
+@pytest.mark.parametrize("retried", [False, True])
+def test_a_batch_of_a_round_that_failed_is_in_no_other(retried, monkeypatch):
+    routine = BVRLSGD(local_steps=3, batch_size=2, difference_norm=0.8, noise=0.1)
+
+    def fresh():
+        model, clients = problem((9,))
+        return DIFF2(model, squared_loss, clients, **SETTINGS, routine=routine, seed=3)
+
+    check_failed_round(fresh, monkeypatch, 2, retried)  # the server's and the first local release are out
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from dpkernels.algorithms.problems import (
     squared_loss,
 )
 from tests import truth
-from tests.test_diff2 import check_resumed, clip, noises, put, weights
+from tests.test_diff2 import check_failed_round, check_resumed, clip, noises, put, weights
 
 SETTINGS = {
     "lr": 0.2,
@@ -217,33 +217,12 @@ def test_mistakes_are_named(change, words):
         PriSMA(*problem(), **SETTINGS | change)
 
 
-def test_a_batch_that_was_drawn_for_a_round_that_failed_is_in_no_round():
-    """A client may have sent before another fails: who is in its batch must not be in its next one for that."""
-    model, loss_fn, clients = problem(sizes=(40, 30))
-    drawn, failing = {0: [], 1: []}, []
+@pytest.mark.parametrize("sampling", ["poisson", "fixed-size"])
+@pytest.mark.parametrize("retried", [False, True])
+def test_a_batch_of_a_round_that_failed_is_in_no_other(retried, sampling, monkeypatch):
+    """A client may have sent before another fails."""
 
-    def made():
-        algorithm = PriSMA(model, loss_fn, clients, **SETTINGS, seed=3)
-        draw = algorithm._draw
+    def fresh():
+        return PriSMA(*problem(), **SETTINGS, sampling=sampling, seed=3)
 
-        def noted(i):
-            indices = draw(i)
-            drawn[i].append(tuple(indices.tolist()))
-            if failing and i == 1:
-                raise RuntimeError(failing.pop())
-            return indices
-
-        algorithm._draw = noted
-        return algorithm
-
-    algorithm = made()
-    algorithm.step()
-    failing.append("in the middle")
-    with pytest.raises(RuntimeError, match="in the middle"):
-        algorithm.step()
-    resumed = made()
-    resumed.load_state_dict(algorithm.state_dict())
-    resumed.step()
-    resumed.step()
-    for batches in drawn.values():
-        assert len(set(batches)) == len(batches) == 4
+    check_failed_round(fresh, monkeypatch, 1, retried)

@@ -14,7 +14,7 @@ from dpkernels.algorithms.federation import seed_of
 from dpkernels.algorithms.masks import mask_seed_of
 from dpkernels.algorithms.problems import cross_entropy, softplus_regression, squared_loss
 from tests import truth
-from tests.test_diff2 import check_resumed, noises, put, weights
+from tests.test_diff2 import check_failed_round, check_resumed, noises, put, weights
 
 SETTINGS = {
     "lr": 0.3,
@@ -191,34 +191,16 @@ def test_messages_are_unbiased():
     assert ((mean - move).abs() <= 4.5 * spread * move.abs()).all()
 
 
-def test_a_batch_that_was_drawn_for_a_round_that_failed_is_in_no_round():
-    """Neither in the next, nor once it is resumed: amplification counts each batch once."""
+@pytest.mark.parametrize("retried", [False, True])
+def test_a_batch_of_a_round_that_failed_is_in_no_other(retried, monkeypatch):
     model, loss_fn, nodes = problem()
-    failing, batches = [], []
+    start = copy.deepcopy(model.state_dict())
 
-    def made():
-        algorithm = SDMDSGD(model, loss_fn, nodes, topology=topologies.ring(4), **SETTINGS, seed=3)
-        stacks = algorithm._stacks
+    def fresh():
+        model.load_state_dict(start)
+        return SDMDSGD(model, loss_fn, nodes, topology=topologies.ring(4), **SETTINGS, seed=3)
 
-        def stacked(indices, counts):
-            batches.append((*indices.tolist(), *counts))
-            if failing:
-                raise RuntimeError(failing.pop())
-            return stacks(indices, counts)
-
-        algorithm._stacks = stacked
-        return algorithm
-
-    algorithm = made()
-    algorithm.step()
-    failing.append("in the middle")
-    with pytest.raises(RuntimeError, match="in the middle"):
-        algorithm.step()
-    algorithm.step()
-    resumed = made()
-    resumed.load_state_dict(algorithm.state_dict())
-    resumed.step()
-    assert len(set(batches)) == len(batches) == 4
+    check_failed_round(fresh, monkeypatch, 1, retried)
 
 
 class Listening:
